@@ -22,7 +22,7 @@ from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 from tightfit.prove.rates import narrow_spec
 from tightfit.prove.rehearsal import Program, build
 from tightfit.train.short_collections import short_collections

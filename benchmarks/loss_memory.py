@@ -29,7 +29,7 @@ from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 from tightfit.report.simulated import simulate_timeline
 from tightfit.report.timeline import Timeline, draw_timelines, recorded
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm

@@ -34,7 +34,7 @@ from tightfit.plan.answer import Question, answer, make_workload
 from tightfit.plan.batch import batch_of
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_layout, describe_levers
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 from tightfit.plan.steptime import StepTime
 
 NO_LEVERS = Levers()

@@ -36,8 +36,8 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 Prompts = list[list[int]]
 Shapes = list[tuple[int, int]]

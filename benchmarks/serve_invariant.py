@@ -29,8 +29,8 @@ from tightfit.models.loading import SMOLLM2, load_model
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 Shape = tuple[int, int]
 """Tokens of a prompt and of its answer."""

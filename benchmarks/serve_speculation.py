@@ -38,12 +38,12 @@ from tightfit.models.loading import SMOLLM2, load_model
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.scheduler import Chunk
-from tightfit.serve.sequence import Sequence
-from tightfit.serve.skipping import kept_layers
-from tightfit.serve.speculation import Proposer
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.scheduler import Chunk
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.speculation.proposers import Proposer
+from tightfit.serve.speculation.skipping import kept_layers
 
 STREAMS = (1, 8)
 WAYS = ("lookup", "skip", "draft")

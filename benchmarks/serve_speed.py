@@ -29,11 +29,11 @@ from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import resolve_spec
-from tightfit.serve.compiler import Compiler, start_compiler
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.graphs.compiler import Compiler, start_compiler
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 MODELS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b", "tiny": "tiny-llama"}
 CONFIG = EngineConfig(max_sequences=256, step_tokens=16_384, max_length=8192, prefix_cache=False)

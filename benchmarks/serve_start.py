@@ -23,7 +23,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from tightfit.serve.compiler import Compiler, start_compiler
+from tightfit.serve.graphs.compiler import Compiler, start_compiler
 
 CASES = {"1b": ("1b", None), "8b": ("8b", None), "8b-int4": ("8b", 4), "tiny": ("tiny", None)}
 PHASES = ("imports", "weights", "cache", "hash", "trials", "compile", "load", "capture", "start", "first_token")
@@ -59,13 +59,13 @@ def start_once(case: str, device: str, *, here: bool) -> dict[str, float]:
     began = time.perf_counter()
     compiler = None if here else start_compiler(device)
     from benchmarks import serve_speed
-    from tightfit.serve import graphs, warm_up
     from tightfit.serve.engine import Engine
+    from tightfit.serve.graphs import captured, warm_up
 
     watch, (name, bits) = Watch(), CASES[case]
     for owner, function in (
-        (graphs.Graphs, "capture_all"),
-        (graphs, "compile_kernels"),
+        (captured.Graphs, "capture_all"),
+        (captured, "compile_kernels"),
         (warm_up, "missing_variants"),
         (Compiler, "wait_until_hashed"),
         (Compiler, "finish"),

@@ -34,7 +34,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import Question, answer
 from tightfit.plan.cost import Costs
 from tightfit.plan.host_room import usable_host_bytes
-from tightfit.plan.pins import Pins, parse_pins
+from tightfit.plan.search.pins import Pins, parse_pins
 from tightfit.prove.rehearsal import build
 from tightfit.train.fitting import this_machine, with_memory
 from tightfit.train.step import ignore

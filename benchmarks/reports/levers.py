@@ -175,7 +175,7 @@ def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     from tightfit.memory.formulas.training import peak
     from tightfit.models.presets import preset
     from tightfit.plan.cost import Costs
-    from tightfit.plan.pins import parse_pins
+    from tightfit.plan.search.pins import parse_pins
 
     model, length, machine = QUESTION
     workload, layout = Workload(spec=preset(model), sequence_length=length, global_batch=1), Layout(micro_batch=1)

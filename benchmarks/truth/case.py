@@ -12,7 +12,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 
 Implementation = Literal["tightfit", "huggingface"]
 Table = Literal["memory_truth", "lever_truth", "split_truth", "family_truth", "rank_lever_truth"]

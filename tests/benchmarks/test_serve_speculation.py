@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.serve_speculation import Spoiled
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.scheduler import Chunk
-from tightfit.serve.sequence import Sequence
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.scheduler import Chunk
+from tightfit.serve.schedule.sequence import Sequence
 
 ROOT = Path(__file__).parents[2]
 WAYS = {"lookup": "`--lookup`", "skip 10": "`--skip 10`", "draft -10": "a draft of the 20 layers left"}

@@ -28,7 +28,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, ModelSpec, Rope
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.joint_weights import can_join
+from tightfit.serve.weights.joint import can_join
 from tightfit.writer_lock import locked_beside
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -279,6 +279,7 @@ def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Pat
     eight = {"num_bits": 8, "type": "int", "strategy": "channel"}
     for change, said in (
         ({"quant_method": "aqlm"}, "aqlm.*not read"),
+        ({"quant_method": ["gptq"]}, "not read"),
         ({"config_groups": {}}, "no config group"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": eight}}}, "words"),
     ):

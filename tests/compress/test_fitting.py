@@ -14,12 +14,14 @@ from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES
 from tightfit.compress.bit_choice import (
     LEAST_WIDTHS,
+    BitChoice,
     Option,
     choose_bits,
     group_of,
     least_bytes,
     options_of,
     plain_bytes,
+    recipe_for,
     unit_bytes,
     units,
 )
@@ -180,6 +182,26 @@ def test_a_model_that_fits_its_card(fitted: tuple[CompressionJob, Fit]) -> None:
         bits = found.choice.bits[unit]
         module = model.get_submodule(name)
         assert getattr(getattr(module, "scheme", None), "bits", 16) == bits
+
+
+@pytest.mark.parametrize("bits", LEAST_WIDTHS)
+def test_estimates_are_of_what_rounding_to_nearest_does(
+    bits: int, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """All layers at one width, as `--fit --method rtn` measures them and as the directory then has them."""
+    model = untied_model()
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", model, tokenizer)
+    chosen = BitChoice(dict.fromkeys(units(UNTIED), bits), 0, 0.0)
+    job = CompressionJob(
+        model=str(tmp_path / "model"), out=tmp_path / "small", recipe=recipe_for(UNTIED, chosen, 64, "rtn")
+    )
+    compress(job, lambda cost: None, lambda done, total, layer: None)
+    made = load_model(str(tmp_path / "small"), packed=False).model
+    original = load_model(str(tmp_path / "model")).model
+    with rounded_to(original, chosen.bits, 64):
+        for name in (name for names in units(UNTIED).values() for name in names):
+            assert torch.equal(made.get_parameter(f"{name}.weight"), original.get_parameter(f"{name}.weight")), name
 
 
 def test_what_is_refused(

@@ -1,16 +1,19 @@
 """Public layouts: what we write in one comes back from it, and other programs' own code reads the same weights."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.compress.test_compression import logits, run
 from tightfit.compress.conversion import convert
 from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
+from tightfit.models.loading import load_model
 from tightfit.models.quantized.described import INT8_SCHEME, NF4_SCHEME
 from tightfit.models.quantized.formats.awq import Awq
 from tightfit.models.quantized.formats.bitsandbytes import BitsAndBytes
@@ -83,6 +86,30 @@ def test_small_floats_of_compressed_tensors(kind: str) -> None:
     torch.testing.assert_close(made.float(), coded.dequantize(), rtol=2e-2, atol=1e-4)  # theirs is bfloat16
 
 
+def test_one_scale_for_the_tensor_in_compressed_tensors() -> None:
+    """As that package writes it, which makes room for nothing else: a vector of one scale, a signed byte."""
+    form, scheme = CompressedTensors(), Scheme(bits=4, group=-1, symmetric=False)
+    coded = fit_grid(weight(), scheme).code(weight())
+    assert coded.zero is not None
+    made = form.encode(coded)
+    assert made["weight_scale"].shape == (1,)
+    assert (made["weight_zero_point"].dtype, made["weight_zero_point"].tolist()) == (torch.int8, [int(coded.zero) - 8])
+    assert torch.equal(form.decode(made, scheme, "m").dequantize(), coded.dequantize())
+    for kind in ("int", "fp8"):
+        one = Scheme(kind=kind, bits=8, group=-1)
+        assert form.encode(fit_grid(weight(), one).code(weight()))["weight_scale"].shape == (1,)
+
+
+def test_transformers_expands_what_compressed_tensors_cannot_load_packed() -> None:
+    """Only zero points by group or row, and not where inputs are rounded, which it would forget."""
+    form, rounded = CompressedTensors(), Scheme(bits=8, group=0, activations="int8")
+    uneven, even = Scheme(bits=4, group=32, symmetric=False), Scheme(bits=4, group=32)
+    whole = Scheme(bits=4, group=-1, symmetric=False)
+    for scheme, told in ((uneven, True), (even, False), (whole, False), (rounded, False)):
+        assert ("dequantize" in form.config({"m": scheme}, [])) is told
+    assert "dequantize" not in form.config({"m": uneven, "n": rounded}, [])
+
+
 def test_nf4_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(weight(), blocksize=64, quant_type="nf4", compress_statistics=True)
@@ -109,6 +136,36 @@ def test_codes_move_between_layouts(form: str, tiny: Path, text: Path, token_cac
     assert config["quant_method"] == form
     with pytest.raises(UserError, match="exists already"):
         convert(str(tmp_path / "small"), tmp_path / "other", form)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "scales that are no numbers": ("weight_scale", lambda t: t * float("nan")),
+    "scales as whole numbers": ("weight_scale", lambda t: t.to(torch.int32)),
+    "words as floats": ("weight_packed", lambda t: t.to(torch.float32)),
+    "zero points as floats": ("weight_zero_point", lambda t: t.to(torch.float32)),
+    "zero points cut off": ("weight_zero_point", lambda t: t[:1]),
+    "zero points of other groups": ("weight_zero_point", lambda t: t[:, :1]),
+    "a shape of three": ("weight_shape", lambda t: torch.tensor([1, 2, 3])),
+    "a shape of floats": ("weight_shape", lambda t: t * float("nan")),
+    "a shape of nothing": ("weight_shape", lambda t: t * 0),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_tensors_that_do_not_belong_together_are_a_sentence(
+    name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """A file that somebody else wrote, or a disk: never a traceback, and never other weights."""
+    small = tmp_path / "small"
+    run(tiny, small, recipe_of("rtn", bits=4, group=32), text, token_cache)
+    (small / "checksums.json").unlink()
+    suffix, change = DAMAGES[name]
+    shard = next(path for path in sorted(small.glob("*.safetensors")) if any(suffix in n for n in load_file(path)))
+    tensors = load_file(shard)
+    one = next(each for each in tensors if each.endswith(suffix))
+    save_file(tensors | {one: change(tensors[one]).contiguous()}, shard)
+    with pytest.raises(UserError, match=one.removesuffix(f".{suffix}")):
+        load_model(str(small))
 
 
 def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.cli.conftest import Run
 from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said, counted_bytes
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
-from tightfit.compress.cost import schemes
+from tightfit.compress.cost import predict, schemes
 from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.errors import UserError
@@ -44,6 +45,7 @@ WIDTHS: list[dict[str, Any]] = [
     {"bits": 5, "group": 64, "symmetric": True},
     {"bits": 6, "group": 0},
     {"bits": 7, "group": -1, "symmetric": True},
+    {"bits": 4, "group": -1},
     {"bits": 8},
 ]
 
@@ -57,6 +59,9 @@ def test_every_width(options: dict[str, Any], tiny: Path, tmp_path: Path) -> Non
     known = {name: scheme.held_bytes(*shapes[name][1:]) for name, scheme in schemes(SPEC, recipe).items()}
     assert held.coded_bytes == sum(known.values())
     assert held.plain_bytes == 2 * (SPEC.params() - sum(outputs * inputs for _, outputs, inputs in shapes.values()))
+    files = [load_file(path) for path in (tmp_path / "small").glob("*.safetensors")]
+    stored = sum(tensor.nbytes for file in files for name, tensor in file.items() if not name.endswith("_shape"))
+    assert stored == predict(SPEC, recipe, 1, 1).result_bytes
 
 
 def test_every_layout(tiny: Path, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from tightfit.models.loading import load_model
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "compressed-tensors": ("gptq", {"bits": 4, "group": 32}, "compressed_tensors"),
     "compressed-tensors 3 bits": ("rtn", {"bits": 3, "group": 32}, "compressed_tensors"),
+    "compressed-tensors asymmetric per row": ("rtn", {"bits": 4, "group": 0}, "compressed_tensors"),
+    "compressed-tensors asymmetric per tensor": ("rtn", {"bits": 4, "group": -1}, "compressed_tensors"),
+    "compressed-tensors symmetric per tensor": ("rtn", {"bits": 8, "group": -1}, "compressed_tensors"),
     "compressed-tensors fp8": ("fp8", {}, "compressed_tensors"),
     "compressed-tensors int8 static": ("smoothquant", {"static": "mse"}, "compressed_tensors"),
     "compressed-tensors int8 static per tensor": (
@@ -26,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"bits": 8, "group": -1, "activations": "int8", "static": "minmax"},
         "compressed_tensors",
     ),
+    "compressed-tensors fp8 per tensor": ("fp8", {"group": -1}, "compressed_tensors"),
     "compressed-tensors fp8 static": ("fp8", {"activations": "fp8", "static": "minmax"}, "compressed_tensors"),
     "compressed-tensors nvfp4": ("nvfp4", {}, "compressed_tensors"),
     "gptq": ("gptq", {"bits": 4, "group": 32, "symmetric": True}, "gptqmodel"),
@@ -47,6 +51,10 @@ def test_transformers_computes_the_same(name: str, tiny: Path, text: Path, token
     method, options, backend = CASES[name]
     pytest.importorskip(backend)
     form = name.split()[0]
+    if name.endswith("3 bits"):
+        helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+        if helpers.pack_to_int32(torch.zeros(1, 32, dtype=torch.int8), 3).shape[1] != 3:
+            pytest.skip("this compressed-tensors leaves gaps between words of 3-bit codes")
     run(tiny, tmp_path / "small", recipe_of(method, **options), text, token_cache, format=form)
     narrow = name.endswith("nvfp4")  # whose plain path in that package computes in bfloat16
     ours = logits(tmp_path / "small")

@@ -268,5 +268,5 @@ def gradient_addresses(case: Case) -> tuple[list[int], list[int]]:
         batches = micro_batches(case, step, ranks.rank)
         train_step(module, optimizer, batches, CPU, 1e-3, LossScale(), ranks=ranks)
         seen.append([p.grad.data_ptr() for p in module.parameters() if p.grad is not None])
-    assert len(seen[0]) == len(list(module.parameters()))
+    assert len(seen[1]) == len(list(module.parameters()))
     return seen[2], seen[-1]

@@ -17,10 +17,10 @@ from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.rank_runner import RankRunner, RankSteps, follow
-from tightfit.serve.ranks import Spread, load_share
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
+from tightfit.serve.ranks.share import Spread, load_share
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 Make = Callable[[int], Group]
 CONFIG = EngineConfig(max_sequences=3, step_tokens=9, block_size=4, max_length=64, cache_bytes=2**16)

@@ -17,7 +17,7 @@ from tightfit.plan.job import read_job
 from tightfit.plan.plan import Plan
 from tightfit.report.pipeline import read_record
 from tightfit.serve.offline import read_finished, read_prompts, to_request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.train.checkpoints.directory import read_position
 from tightfit.train.data.loader import make_loader
 from tightfit.train.metrics import MetricsLog, SideFiles, read_metrics

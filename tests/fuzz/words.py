@@ -16,7 +16,7 @@ from tightfit.hardware.sizes import parse_bytes, parse_count
 from tightfit.jobs.load import load_job, parse_job
 from tightfit.models.loading import has_weights, load_model, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 from tightfit.train.data.sources import find_sources
 
 Case = Callable[[], object]

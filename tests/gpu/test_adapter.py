@@ -24,12 +24,12 @@ from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.prove.rehearsal import build, rehearse
-from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.joint_weights import as_one
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights.adapted import AdaptedWeight
+from tightfit.serve.weights.joint import join
 from tightfit.train.step import ignore
 
 CUDA = torch.device("cuda")
@@ -96,9 +96,9 @@ def test_joint_weights_with_adapters_multiply_as_their_sum(rows: int) -> None:
     x = torch.randn(rows, whole.shape[1], device=CUDA).bfloat16()
     with torch.no_grad():
         apart = torch.cat([layer(x) for layer in layers], dim=-1)
-    joint, truth = as_one(layers), x.float() @ whole.T
+    joint, truth = join(layers), x.float() @ whole.T
     assert isinstance(joint, AdaptedWeight)
-    error, allowed = ((made.float() - truth).norm() for made in (joint.product(x, None), apart))
+    error, allowed = ((made.float() - truth).norm() for made in (joint.product(x), apart))
     assert error <= 1.25 * allowed
 
 

@@ -16,7 +16,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
-from tightfit.plan.lever_choices import TILED_LENGTH
+from tightfit.plan.search.lever_choices import TILED_LENGTH
 from tightfit.prove.rehearsal import rehearse
 
 CASES: list[tuple[str, int, dict[str, Any], str]] = [

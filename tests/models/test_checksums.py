@@ -19,8 +19,9 @@ from tightfit.models.loading import load_model
 from tightfit.models.saving import export_model, write_model
 from tightfit.models.tokenizer import train_tokenizer
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.sampling import Sampling as ServedSampling
-from tightfit.serve.start import sample_streams, start_engine
+from tightfit.serve.requests.sampling import Sampling as ServedSampling
+from tightfit.serve.start import start_engine
+from tightfit.serve.streams import sample_streams
 from tightfit.train.evaluation import evaluate_source
 
 SIZES = [0, 1, 7, 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 9, BLOCK_BYTES * BLOCKS_AT_ONCE + 5]

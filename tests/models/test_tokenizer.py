@@ -5,6 +5,7 @@ import pickle
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,25 @@ def test_importing_it_is_light() -> None:
         "import sys, tightfit.models.tokenizer; assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    """A server's other clients do not wait for it."""
+    tokenizer = train_tokenizer(CORPUS, 300)
+    text = " ".join(CORPUS) * 300
+    done = threading.Event()
+
+    def encode() -> None:
+        assert len(tokenizer.encode(text)) > 100_000
+        done.set()
+
+    tokenizer.encode("a")
+    worker = threading.Thread(target=encode)
+    worker.start()
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    worker.join()
+    assert turns > 20
+    short = text[:9000]
+    assert tokenizer.encode(short * 2)[:1000] == tokenizer.encode(short)[:1000]

@@ -26,8 +26,8 @@ from tightfit.models.presets import PRESETS, preset
 from tightfit.plan import answer as planner
 from tightfit.plan.answer import Question, answer, make_workload
 from tightfit.plan.job import job_of_plan
-from tightfit.plan.pins import parse_pins
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.pins import parse_pins
 from tightfit.train import checks
 from tightfit.train.dry_run import dry_run
 

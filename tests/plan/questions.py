@@ -5,7 +5,7 @@ from tightfit.jobs.engine import EngineName
 from tightfit.jobs.job import PrecisionName
 from tightfit.models.presets import preset
 from tightfit.plan.answer import Answer, Question, answer, make_workload
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 
 
 def question(

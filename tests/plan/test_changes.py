@@ -16,7 +16,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
 from tightfit.memory.formulas.training import peaks
 from tightfit.plan.answer import Question, answer
-from tightfit.plan.search import search
+from tightfit.plan.search.search import search
 
 LOSSLESS = {
     "checkpoint_every": (0, 1),

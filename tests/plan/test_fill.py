@@ -5,8 +5,8 @@ import pytest
 from tests.plan.questions import planned, question
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.plan.fill import fill_card
-from tightfit.plan.search import COMFORT, cheapest_that_fits, search
+from tightfit.plan.search.fill import fill_card
+from tightfit.plan.search.search import COMFORT, cheapest_that_fits, search
 
 ONE = Layout(micro_batch=1)
 

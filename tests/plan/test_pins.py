@@ -6,8 +6,8 @@ from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
-from tightfit.plan.pins import Pins, parse_pins
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.pins import Pins, parse_pins
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.presets import PRESETS, preset
 from tightfit.plan.answer import answer, make_workload
 from tightfit.plan.cost import Costs
-from tightfit.plan.fill import fill_card
-from tightfit.plan.pins import Pins
-from tightfit.plan.search import search
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.fill import fill_card
+from tightfit.plan.search.pins import Pins
+from tightfit.plan.search.search import search
+from tightfit.plan.search.space import SearchSpace
 
 MODELS = sorted(PRESETS)
 LENGTHS = (128, 511, 1024, 4096, 32768)

@@ -11,8 +11,8 @@ from tightfit.jobs.saving import writers_of_node
 from tightfit.memory.formulas.training import peak, peaks
 from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
-from tightfit.plan.lever_choices import weaker
-from tightfit.plan.search import COMFORT, HOPELESS, TOLD, Kind, kind_of, search
+from tightfit.plan.search.lever_choices import weaker
+from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, Kind, kind_of, search
 
 
 def by_trying_everything(asked: Question) -> dict[Kind, float]:

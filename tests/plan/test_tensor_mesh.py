@@ -10,8 +10,8 @@ from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_layout
-from tightfit.plan.pins import Pins
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.pins import Pins
+from tightfit.plan.search.space import SearchSpace
 
 WORKLOAD = Workload(spec=preset("llama-3.1-70b"), sequence_length=4096, global_batch=64)
 FOUR, SIXTY_FOUR = parse_machine("4xH100-80GB"), parse_machine("8x8xH100-80GB")

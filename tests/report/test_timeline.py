@@ -11,7 +11,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.trace import Allocation, Replay, Trace
 from tightfit.models.presets import preset
-from tightfit.plan.pins import parse_pins
+from tightfit.plan.search.pins import parse_pins
 from tightfit.prove.rehearsal import trace_training_step
 from tightfit.report.simulated import simulate_timeline
 from tightfit.report.timeline import Recorder, Timeline, draw_timelines, of_history, of_replay, of_simulation

@@ -7,8 +7,8 @@ from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import Sampling
 
 BASE = EngineConfig(max_sequences=8, step_tokens=64, block_size=4, cache_bytes=2**22, batch_invariant=True)
 KINDS = (

@@ -23,11 +23,11 @@ from tightfit.collectives.shards import copy_whole
 from tightfit.kernels import operators, overlap, row_norm, triton_support
 from tightfit.models.blank import blank_decoder
 from tightfit.models.resolve import resolve_spec
-from tightfit.serve import warm_up
-from tightfit.serve.compiler import Compiler, Target, Variant
-from tightfit.serve.compiler_process import AbsentGpu, compile_all
-from tightfit.serve.graphs import Graphs
-from tightfit.serve.runner import Runner, make_cache
+from tightfit.serve.forward.runner import Runner, make_cache
+from tightfit.serve.graphs import warm_up
+from tightfit.serve.graphs.captured import Graphs
+from tightfit.serve.graphs.compiler import Compiler, Target, Variant
+from tightfit.serve.graphs.compiler_process import AbsentGpu, compile_all
 
 H200 = Target("cuda", 90, 32)
 CPU = torch.device("cpu")

@@ -24,8 +24,8 @@ from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=16, block_size=4, cache_bytes=2**20)
 PROMPT = [5, 17, 3, 42, 8, 99, 120, 7, 250, 31]
@@ -73,15 +73,15 @@ def request(index: int, adapter: str | None, prompt: list[int] = PROMPT) -> Requ
     return Request(id=str(index), prompt=prompt, sampling=GREEDY, adapter=adapter)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("async_steps", [False, True])
 def test_adapters_in_one_batch_answer_as_each_merged_alone(
-    model: Decoder, adapters: dict[str, Adapter], pipelined: bool
+    model: Decoder, adapters: dict[str, Adapter], async_steps: bool
 ) -> None:
     alone = {
         name: Engine(merged(model, each), None, CONFIG).generate([request(0, None)]) for name, each in adapters.items()
     }
     plain = Engine(model, None, CONFIG).generate([request(0, None)])
-    config = EngineConfig(**{**vars(CONFIG), "pipelined": pipelined})
+    config = EngineConfig(**{**vars(CONFIG), "async_steps": async_steps})
     engine = Engine(model, None, config, adapters=adapters)
     asked = [None, "first", "second", "first", None, "second"]
     found = engine.generate([request(index, adapter) for index, adapter in enumerate(asked)])

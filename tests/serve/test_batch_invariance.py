@@ -22,17 +22,17 @@ from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.initialisation import init_weights
 from tightfit.models.quantized.described import INT8_SCHEME
 from tightfit.models.quantized.linear import OUTLIER
-from tightfit.serve import half_weight
 from tightfit.serve.budget import decide_budget
+from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.config import EngineConfig, Speculation
 from tightfit.serve.engine import Engine
-from tightfit.serve.half_weight import ENGINES
-from tightfit.serve.paged_cache import PagedCache
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.row_tiles import PROBES, SIZES, _trial, cut_rows, steady_sizes
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.forward.row_tiles import PROBES, SIZES, _trial, cut_rows, steady_sizes
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.step import Step
 from tightfit.serve.service import Service
-from tightfit.serve.step import Step
+from tightfit.serve.weights import half as half_weight
+from tightfit.serve.weights.half import ENGINES
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.thorough)])
@@ -103,7 +103,7 @@ def test_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch, model: Decoder) -> 
 
 def test_steps_launched_ahead_choose_the_same(model: Decoder) -> None:
     """Those without chances are chosen where the model is, the others on the host; there the two meet."""
-    ahead = replace(BASE, pipelined=True)
+    ahead = replace(BASE, async_steps=True)
     assert_company_changes_nothing(model, ahead, seed=1, count=10, longest=32)
     requests = [
         Request(id=str(i), prompt=[i + 1, 5, 9] * (i + 1), sampling=Sampling(max_tokens=9, temperature=i % 2, seed=i))

@@ -8,11 +8,11 @@ import pytest
 
 from tests.serve.test_engine import CONFIG, PROMPT
 from tightfit.models.decoder import Decoder
-from tightfit.serve import break_even
-from tightfit.serve.break_even import ENOUGH, hint
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.speculation import break_even
+from tightfit.serve.speculation.break_even import ENOUGH, hint
 
 GREEDY = Request(id="a", prompt=PROMPT, sampling=Sampling(max_tokens=20, temperature=0))
 

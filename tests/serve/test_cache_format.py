@@ -11,14 +11,14 @@ from tests.serve.test_families import LENGTHS, SMALL, greedy
 from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
 from tightfit.memory.formulas.serving import CacheFormat, cache_bytes_per_token
 from tightfit.models.decoder import Decoder
-from tightfit.serve.cache_format import as_numbers, decode, encode
+from tightfit.serve.cache.codes import as_numbers, decode, encode
+from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.paged_cache import PagedCache
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.scheduler import Chunk
-from tightfit.serve.sequence import Sequence
-from tightfit.serve.step import make_step
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.scheduler import Chunk
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.step import make_step
 
 FORMATS: list[CacheFormat] = ["int8", "fp8"]
 ROUNDING = 1 + 2**-20
@@ -94,7 +94,7 @@ def test_answers_are_the_same_in_any_company(name: str, form: CacheFormat) -> No
     spec = pair(name).ours.spec
     alone = [Engine(pair(name).ours, None, config).generate([each])[each.id][0].tokens for each in greedy(name)]
     tiny = replace(config, cache_bytes=8 * 4 * cache_bytes_per_token(spec, 4, form))
-    for other in (config, replace(config, step_tokens=64), replace(config, pipelined=True), tiny):
+    for other in (config, replace(config, step_tokens=64), replace(config, async_steps=True), tiny):
         engine = Engine(pair(name).ours, None, other)
         found = engine.generate(greedy(name))
         assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == alone

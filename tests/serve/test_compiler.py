@@ -11,8 +11,8 @@ import torch
 
 from tightfit.models.decoder import Decoder
 from tightfit.models.resolve import resolve_spec
-from tightfit.serve.compiler import start_compiler
-from tightfit.serve.runner import Runner, make_cache
+from tightfit.serve.forward.runner import Runner, make_cache
+from tightfit.serve.graphs.compiler import start_compiler
 
 pytest.importorskip("triton", reason="pip install triton")
 

@@ -16,12 +16,12 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.beam import BeamSearch, likeliest_answers
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.grammar import Grammar
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.sampler import probabilities
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.sequence import Sequence
-from tightfit.serve.speculation import accepted
+from tightfit.serve.requests.grammar import Grammar
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.acceptance import accepted
+from tightfit.serve.sampling.sampler import probabilities
+from tightfit.serve.schedule.sequence import Sequence
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=32, block_size=4, cache_bytes=2**20)
 PROMPT = [5, 17, 3, 42, 8, 99, 120, 7, 250, 31]
@@ -209,7 +209,7 @@ def test_beams_are_those_of_transformers(model: Decoder) -> None:
 
 def test_finished_beams_wait_for_better_ones() -> None:
     search = BeamSearch("beam", [1], width=1, max_tokens=9, stop_ids=frozenset({0}))
-    from tightfit.serve.request import TokenChance
+    from tightfit.serve.requests.request import TokenChance
 
     search.take([Answer(chances=[TokenChance(5, -0.1, ((5, -0.1), (0, -0.2)))])])
     assert not search.is_over

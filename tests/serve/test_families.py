@@ -12,8 +12,8 @@ from tests.covering import thorough
 from tests.models.huggingface.reference import CASES, pair
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 SKIPPED = {"llama-dynamic-beyond"}  # whose prompts would be longer than its positions
 WRITTEN_OTHERWISE = {

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from tests.serve.conftest import SHAPE
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.serve import half_weight
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.half_weight import ENGINES, HalfWeight, halved, is_exact, is_near
-from tightfit.serve.joint_weights import half_bytes
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights import half as half_weight
+from tightfit.serve.weights.half import ENGINES, HalfWeight, halved, is_exact, is_near
+from tightfit.serve.weights.joint import half_bytes
+from tightfit.serve.weights.weight import PlainWeight
 
 has_products = pytest.mark.skipif(
     torch.backends.quantized.engine not in ENGINES, reason="this CPU's torch has no products with 16-bit weights"
@@ -61,11 +62,11 @@ def test_a_product_is_float32s(piece_rows: int, published: Decoder, monkeypatch:
     """Off from float64 by no more than a sum of so many float32 terms may be, in one piece or several."""
     monkeypatch.setattr(half_weight, "PIECE_ROWS", piece_rows)
     weight, x = published.head.weight, torch.randn(5, SHAPE.hidden_size)
-    half = halved(weight)
+    half = halved(PlainWeight(weight, None))
     assert isinstance(half, HalfWeight)
     true = F.linear(x.double(), weight.double())
     bound = SHAPE.hidden_size * 2.0**-24 * F.linear(x.abs().double(), weight.abs().double())
-    assert ((half.product(x, None) - true).abs() <= bound).all()
+    assert ((half.product(x) - true).abs() <= bound).all()
 
 
 @has_products
@@ -73,7 +74,7 @@ def test_answers_are_those_of_float32(published: Decoder) -> None:
     half, plain = (Engine(published, None, EngineConfig(half_weights=each)) for each in (True, False))
     assert half.runner.program is not None
     assert isinstance(half.runner.program.head, HalfWeight)
-    assert isinstance(plain.runner.program.head, torch.Tensor)
+    assert isinstance(plain.runner.program.head, PlainWeight)
     assert _answers(half) == _answers(plain)
 
 
@@ -90,7 +91,7 @@ def test_the_budget_counts_the_copy(published: Decoder) -> None:
 def test_weights_that_16_bits_do_not_hold_are_read_as_they_are(model: Decoder) -> None:
     engine = Engine(model, None)
     assert engine.budget.half_bytes == 0
-    assert isinstance(engine.runner.program.head, torch.Tensor)
+    assert isinstance(engine.runner.program.head, PlainWeight)
 
 
 @has_products
@@ -102,7 +103,7 @@ def test_weights_that_a_file_rounded_may_be_rounded_once_more(model: Decoder, mo
     head = Engine(model, None, rounded).runner.program.head
     assert isinstance(head, HalfWeight)
     true = F.linear(x, model.head.weight)
-    assert torch.linalg.vector_norm(head.product(x, None) - true) <= 2.0**-11 * torch.linalg.vector_norm(true)
+    assert torch.linalg.vector_norm(head.product(x) - true) <= 2.0**-11 * torch.linalg.vector_norm(true)
     for exact in (replace(rounded, packed_products=False), replace(rounded, batch_invariant=True)):
-        assert isinstance(Engine(model, None, exact).runner.program.head, torch.Tensor)
+        assert isinstance(Engine(model, None, exact).runner.program.head, PlainWeight)
     assert not is_near(model.head.weight * 2.0**24)  # too large

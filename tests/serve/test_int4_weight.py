@@ -17,15 +17,15 @@ from tightfit.models.huggingface.adapter import LowRank
 from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
-from tightfit.serve.adapted_weight import AdaptedWeight
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
 from tightfit.serve.engine import Engine
-from tightfit.serve.int4_weight import Int4Weight
-from tightfit.serve.joint_weights import can_join
-from tightfit.serve.packed_weight import PackedWeight
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights.adapted import AdaptedWeight
+from tightfit.serve.weights.cpu_codes import expand_for_cpu, hold_for_cpu
+from tightfit.serve.weights.int4 import Int4Weight
+from tightfit.serve.weights.joint import can_join
+from tightfit.serve.weights.packed import PackedWeight
 
 pytestmark = pytest.mark.skipif(code_order() is None, reason="this CPU's torch has no fast product with 4-bit codes")
 WIDE = replace(SPEC, hidden_size=128, heads=2, kv_heads=1, head_dim=64, tied=False)
@@ -65,7 +65,7 @@ def test_joined_or_not_the_answers_are_the_layers(symmetric: bool, group: int, m
     assert engine.runner.program is not None
     assert isinstance(engine.runner.program.layers[0].qkv, Int4Weight)
     joined = answers(deepcopy(model))
-    monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
+    monkeypatch.setattr("tightfit.serve.forward.runner.can_join", lambda model: False)
     assert joined == answers(model)
     assert all(layer.cpu_scales is not None for layer in layers_of(model))
 
@@ -83,7 +83,7 @@ def test_adapters_are_added_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(qkv.base, Int4Weight)
     joined = answers(deepcopy(model))
     assert joined != answers(coded_model())
-    monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
+    monkeypatch.setattr("tightfit.serve.forward.runner.can_join", lambda model: False)
     assert joined == answers(model)
 
 
@@ -96,9 +96,9 @@ def test_few_rows_are_rounded_to_bfloat16_and_many_not_at_all() -> None:
     for rows in (1, MOST_ROWS, MOST_ROWS + 1):
         x = torch.randn(rows, WIDE.mlp_size)
         true = x.double() @ exact["down"].double().T
-        off = torch.linalg.vector_norm(weight.product(x, None) - true) / torch.linalg.vector_norm(true)
+        off = torch.linalg.vector_norm(weight.product(x) - true) / torch.linalg.vector_norm(true)
         assert off < (2.0**-7 if rows <= MOST_ROWS else 1e-6)  # of inputs, scales and results half a spacing each
-        assert torch.equal(weight.product(x, None), layer.mlp.down(x))
+        assert torch.equal(weight.product(x), layer.mlp.down(x))
     assert torch.equal(layer.mlp.down.dequantize(torch.float32), exact["down"])
 
 
@@ -149,7 +149,7 @@ def test_other_codes_are_expanded_once_where_there_is_room(monkeypatch: pytest.M
     wanted = answers(deepcopy(model))
     coded = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
     exact = {name: part.dequantize(torch.float32) for name, part in coded.items()}
-    monkeypatch.setattr("tightfit.serve.cpu_codes.FEWEST", 1)
+    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST", 1)
     bytes_needed = 4 * sum(weight.numel() for weight in exact.values())
     assert not expand_for_cpu(model, bytes_needed - 1)
     assert len(layers_of(model)) == len(exact)

@@ -4,18 +4,23 @@ import json
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.serve.test_adapters import ATTENTION, merged, write_adapter
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.generate import prompt_tokens
+from tightfit.models.huggingface.adapter import load_adapter
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.beam import BeamSearch
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.offline import answer_file, read_finished, read_prompts
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
 CONFIG = EngineConfig(max_sequences=2, step_tokens=64, block_size=4, cache_bytes=2**20)
@@ -23,7 +28,7 @@ SAMPLING = Sampling(max_tokens=6, temperature=0.9, seed=3)
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_every_prompt_is_answered_once_and_a_killed_run_goes_on(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -72,6 +77,54 @@ def test_beams_end_where_they_say_stop(loaded: LoadedModel, tmp_path: Path) -> N
     assert [line["usage"]["completion_tokens"] for line in found[0] + found[2]] == [4, 4, 1, 1]
 
 
+def test_beams_answer_with_the_adapter_that_is_asked_for(model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    adapters = {"one": load_adapter(write_adapter(tmp_path / "one", model, ATTENTION, seed=1), model)}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "the quick", "id": "plain"}\n{"prompt": "the quick", "id": "x", "adapter": "one"}\n')
+    answer_file(Engine(model, tokenizer, CONFIG, adapters=adapters), source, target, SAMPLING, beams=3)
+    found = {line["id"]: line["text"] for line in lines(target)}
+    search = BeamSearch("m", prompt_tokens(tokenizer, "the quick", chat=False), 3, SAMPLING.max_tokens)
+    alone = Engine(merged(model, adapters["one"]), tokenizer, CONFIG)
+    while not search.is_over:
+        asked = search.requests()
+        made = alone.generate(asked)
+        search.take([made[each.id][0] for each in asked])
+    assert found["x"] == tokenizer.decode(list(search.best[0].tokens))
+    assert found["x"] != found["plain"]
+
+
+@pytest.mark.parametrize(
+    "more", ['"stop": "e"', '"n": 2', '"guided_regex": "a+"', '"presence_penalty": 1', '"logit_bias": {"5": 1}']
+)
+def test_what_beams_would_pass_over_is_refused(more: str, loaded: LoadedModel, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(f'{{"prompt": "a", "id": "mine", {more}}}')
+    with pytest.raises(UserError, match=r"'mine' asks for .*, which beams do not have"):
+        answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, SAMPLING, beams=2)
+    assert not target.exists()
+
+
+def test_lines_end_at_line_feeds_only(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Not at what Python's texts end lines with besides, nor does a byte order mark or a carriage return matter."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "a\u2028b\x85c\u2029d", "id": "odd"}, {"prompt": "b", "id": "plain", "stop": "e"}]
+    text = "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n"
+    source.write_text(text, "utf-8", newline="")
+    assert answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, SAMPLING) == 2
+    assert {line["id"] for line in lines(target)} == {"odd", "plain"}
+
+
+def test_answers_have_the_form_that_a_line_asks_for(loaded: LoadedModel, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+    rows = [{"prompt": "a", "guided_regex": "[0-9]{3}"}, {"prompt": "a", "response_format": schema}]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, replace(SAMPLING, max_tokens=20))
+    found = {line["id"]: line["text"] for line in lines(target)}
+    assert found["1"].isdigit()
+    assert found["2"] in ('"yes"', '"no"')
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -93,6 +146,12 @@ def test_beams_end_where_they_say_stop(loaded: LoadedModel, tmp_path: Path) -> N
         ('{"prompt": "a", "n": [1]}', "line 1: n is .1.; give a whole number"),
         ('{"prompt": "a", "n": 999999}', "line 1: count is 999999"),
         ('{"prompt": "a", "adapter": "none"}', "line 1: there is no adapter 'none'"),
+        ('{"prompt": "a", "guided_regex": "(("}', "line 1: the regex that the answer must follow is refused"),
+        ('{"prompt": "a", "response_format": {"type": "xml"}}', "line 1: response_format is of type .xml."),
+        (
+            '{"prompt": "a", "response_format": {"type": "json_schema"}}',
+            "line 1: response_format is of type json_schema",
+        ),
         ('{"messages": 3}', "line 1: messages is 3; give a list"),
         ('{"tokens": "abc"}', "line 1: tokens is 'abc'; give a list"),
         ('{"tokens": [1e400]}', "line 1: a token is inf; give a whole number"),

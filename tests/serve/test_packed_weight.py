@@ -15,9 +15,9 @@ from tightfit.models.quantized.linear import QuantizedLinear, quantize_linear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.serve.engine import Engine
-from tightfit.serve.joint_weights import can_join
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights.joint import can_join
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 
@@ -67,7 +67,7 @@ def test_joined_or_not_the_answers_are_the_layers(alike: bool, monkeypatch: pyte
     model = quantized(alike=alike)
     assert can_join(model) is alike
     joined = answers(deepcopy(model))
-    monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
+    monkeypatch.setattr("tightfit.serve.forward.runner.can_join", lambda model: False)
     assert joined == answers(model)
 
 
@@ -76,7 +76,7 @@ def test_8_bit_floats_answer_as_their_layers_do(rounded: bool, monkeypatch: pyte
     model = in_8_bit_floats(rounded=rounded)
     assert can_join(model) is not rounded
     joined = answers(deepcopy(model))
-    monkeypatch.setattr("tightfit.serve.runner.can_join", lambda model: False)
+    monkeypatch.setattr("tightfit.serve.forward.runner.can_join", lambda model: False)
     assert joined == answers(model)
 
 

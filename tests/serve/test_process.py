@@ -32,7 +32,7 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http import replicas
 from tightfit.serve.http.server import ServerOptions, serve
-from tightfit.serve.rank_watch import RankWatch
+from tightfit.serve.ranks.watch import RankWatch
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,8 @@ def test_sigterm_lets_open_answers_finish(directory: Path, tmp_path: Path) -> No
 def test_several_processes_answer_as_one_and_end_together(
     directory: Path, loaded: LoadedModel, more: tuple, tmp_path: Path
 ) -> None:
-    from tightfit.serve.request import Request
-    from tightfit.serve.sampling import Sampling
+    from tightfit.serve.requests.request import Request
+    from tightfit.serve.requests.sampling import Sampling
 
     prompt, sampling = [5, 17, 3, 42], Sampling(max_tokens=8, temperature=0)
     engine = Engine(loaded.model, loaded.tokenizer, EngineConfig(cache_bytes=2**20, max_sequences=4))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tightfit.errors import UserError
-from tightfit.serve.random_numbers import uniform
-from tightfit.serve.sampler import FIRST_LOOK, adjust, draw, probabilities
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.sequence import Sequence
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.random_numbers import uniform
+from tightfit.serve.sampling.sampler import FIRST_LOOK, adjust, draw, probabilities
+from tightfit.serve.schedule.sequence import Sequence
 
 ORDER = torch.tensor([2, 0, 3, 1])
 LOGITS = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()[ORDER] + 5
@@ -103,7 +103,9 @@ def test_penalties_and_bias_change_the_logits_as_written() -> None:
         {"seed": -1},
         {"stop": ("",)},
         {"logprobs": 21},
+        {"repetition_penalty": 1e-300},
         {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: 1e308}},
     ],
 )
 def test_bad_settings_are_refused(setting: dict) -> None:

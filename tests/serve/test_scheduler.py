@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from tightfit.serve.block_pool import ROOT, BlockPool, block_digest
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.scheduler import Chunk, Limits, Scheduler
-from tightfit.serve.sequence import Sequence
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.block_pool import ROOT, BlockPool, block_digest
+from tightfit.serve.schedule.scheduler import Chunk, Limits, Scheduler
+from tightfit.serve.schedule.sequence import Sequence
 
 
 def sequence(prompt: list[int], max_tokens: int = 8, priority: int = 0, arrival: int = 0) -> Sequence:

@@ -21,8 +21,8 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.guards import ServerLimits
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
 HELLO: Any = [{"role": "user", "content": "the quick brown fox"}]

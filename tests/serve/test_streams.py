@@ -3,8 +3,8 @@
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.streams import text_streams
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=32, block_size=4, cache_bytes=2**20)

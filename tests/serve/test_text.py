@@ -3,7 +3,7 @@
 import pytest
 
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
-from tightfit.serve.text import TextStream
+from tightfit.serve.requests.text_stream import TextStream
 
 TEXT = "hello 日本 👍🏽 stop here, the end"
 

@@ -28,9 +28,9 @@ from tightfit.models.saving import export_adapter, export_model
 from tightfit.plan.plan import _from_json
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.runner import Runner
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.forward.runner import Runner
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.train.loop import run_job
 from tightfit.train.preparation import prepare
 

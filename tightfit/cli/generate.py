@@ -39,7 +39,7 @@ def generate(
     from tightfit.errors import UserError
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.offline import answer_file, read_finished, read_prompts
-    from tightfit.serve.sampling import Sampling
+    from tightfit.serve.requests.sampling import Sampling
     from tightfit.serve.start import start_engine
 
     read_prompts(source)

@@ -119,7 +119,7 @@ def timeline(
 
     check_picture_path(out)
     from tightfit.models.resolve import resolve_spec
-    from tightfit.plan.pins import parse_pins
+    from tightfit.plan.search.pins import parse_pins
     from tightfit.report.simulated import simulate_timeline
     from tightfit.report.timeline import draw_timelines
 

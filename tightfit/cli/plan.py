@@ -189,7 +189,7 @@ def _question(
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
-    from tightfit.plan.pins import parse_pins
+    from tightfit.plan.search.pins import parse_pins
 
     job: dict[str, Any] = {}
     shape: dict[str, int] = {}

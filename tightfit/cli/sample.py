@@ -45,8 +45,8 @@ def sample(
     from tightfit.report.chat import print_chat
     from tightfit.report.tables import print_samples
     from tightfit.serve.chat import Chat
-    from tightfit.serve.sampling import Sampling
-    from tightfit.serve.start import sample_streams
+    from tightfit.serve.requests.sampling import Sampling
+    from tightfit.serve.streams import sample_streams
     from tightfit.train.inference_precision import inference_dtype
     from tightfit.train.precision import choose_device
 

@@ -13,7 +13,7 @@ from tightfit.cli.options import Device
 if TYPE_CHECKING:
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.http.server import ServerOptions
-    from tightfit.serve.ranks import Spread
+    from tightfit.serve.ranks.share import Spread
 
 LARGEST = 10**9
 """Of a number of GiB, MiB or seconds."""
@@ -93,7 +93,7 @@ def serve(
     if export is not None:
         _export(asked)
         return
-    from tightfit.serve.compiler import start_compiler
+    from tightfit.serve.graphs.compiler import start_compiler
 
     alone = all((number or 1) == 1 for number in (tensor, pipeline, replicas))
     asked.compiler = start_compiler(device) if alone else None  # now, as it imports what we are about to import
@@ -146,9 +146,8 @@ def _check_sizes(asked: Any) -> None:
 def _serve(asked: Any) -> None:
     from tightfit.errors import UserError
     from tightfit.models.loading import source_spec
-    from tightfit.serve.rank_start import check_ranks
-    from tightfit.serve.ranks import Spread
-    from tightfit.serve.start import default_model, gpu_count
+    from tightfit.serve.ranks.share import Spread
+    from tightfit.serve.start import check_ranks, default_model, gpu_count
 
     try:
         from tightfit.serve.http.address import check_address
@@ -184,10 +183,9 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
     """One copy of the model, over its ranks."""
     from tightfit.launch.forked import Forked
     from tightfit.serve.http.server import serve as run_server
-    from tightfit.serve.rank_start import run_other_rank, start_first_rank
-    from tightfit.serve.rank_watch import RankWatch
-    from tightfit.serve.ranks import open_meeting
-    from tightfit.serve.start import start_engine
+    from tightfit.serve.ranks.share import open_meeting
+    from tightfit.serve.ranks.watch import RankWatch
+    from tightfit.serve.start import run_other_rank, start_engine, start_first_rank
 
     config = _engine_config(asked)
     with ExitStack() as others:

@@ -22,7 +22,7 @@ from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, line
 from tightfit.compress.observation import layer_of, observe, through
 from tightfit.compress.pruning import prune_weight
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
-from tightfit.compress.scale_refit import refit_scales
+from tightfit.compress.scale_refit import nearest_fitted
 from tightfit.compress.smoothquant import smooth
 from tightfit.compress.spqr import SpqrOptions, spqr
 from tightfit.models.decoder import Decoder, Layer
@@ -31,9 +31,6 @@ from tightfit.models.quantized.linear import quantize_linear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
-REFITTED_BITS = 3
-"""Up to so many, rounding to nearest fits its scales to the codes: SmolLM2 in 3 bits has 5 to 7 % less perplexity by
-it, in 4 bits none (docs/LOG.md)."""
 Coded = dict[str, CodedWeight | list[CodedWeight]]
 Coder = Callable[[str, Tensor, InputStatistics | None, Step], CodedWeight]
 
@@ -226,9 +223,11 @@ def code_weight(
 
 
 def _nearest(weight: Tensor, scheme: Scheme, step: Step, importance: Tensor | None) -> CodedWeight:
-    """Round to nearest; where steps are wide, fit scales to the codes. SpQR without inputs has no outliers to find."""
-    coded = fit_grid(weight, scheme, step.ranges or "minmax", importance).code(weight)
-    return refit_scales(coded, weight) if step.method == "rtn" and scheme.bits <= REFITTED_BITS else coded
+    """Round to nearest; `rtn` fits scales where steps are wide. SpQR without inputs has no outliers to find."""
+    rule = step.ranges or "minmax"
+    if step.method == "rtn":
+        return nearest_fitted(weight, scheme, rule, importance)
+    return fit_grid(weight, scheme, rule, importance).code(weight)
 
 
 def _relative_error(made: Tensor, weight: Tensor, seen: InputStatistics | None) -> float:

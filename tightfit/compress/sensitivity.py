@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.compress.bit_choice import PLAIN_BITS, WIDTHS, scheme_of, units
+from tightfit.compress.scale_refit import nearest_fitted
 from tightfit.models.decoder import Decoder
-from tightfit.models.quantized.ranges import fit_grid
 
 SMALLEST = 1e-12
 
@@ -120,8 +120,8 @@ def _estimates(
 
 
 def round_weight(weight: Tensor, bits: int, group: int) -> Tensor:
-    """A matrix rounded to nearest."""
-    return fit_grid(weight.float(), scheme_of(bits, group)).code(weight.float()).dequantize()
+    """A matrix as `--method rtn` codes it."""
+    return nearest_fitted(weight.float(), scheme_of(bits, group)).dequantize()
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """How fast the ranks of this machine exchange data, as `tightfit doctor` measured it.
 
-A measured time is split in two: t(payload) = latency + wire bytes / rate, where the latency is the shortest time of any
-payload (a smaller one that took longer was disturbed) and the rate follows from the largest payload. Wire bytes are
-what a rank sends in the best algorithm (Thakur et al. 2005), N ranks and S bytes of payload (what each holds at the
-end; of a sum, what each begins with):
+A measured time is split in two: t(payload) = latency + wire bytes / rate, where the latency is the shortest of all
+times (one that a small payload took longer than was disturbed) and the rate follows from the largest payload. Wire
+bytes are what a rank sends in the best algorithm (Thakur et al. 2005), N ranks and S bytes of payload (what each holds
+at the end; of a sum, what each begins with):
 
     all-reduce 2 S (N−1)/N    all-gather, reduce-scatter, all-to-all S (N−1)/N    send S
 

@@ -18,13 +18,17 @@ from torch import Tensor
 from tightfit.kernels.flash_blocks import Problem, softcapped_scores
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
-from tightfit.kernels.paged_attention import MOST_SPLITS, keys_at_a_time, paged_attention_eager, split_count
+from tightfit.kernels.paged_attention import (
+    FEW_SPLITS,
+    MANY_PAIRS,
+    MOST_SPLITS,
+    WIDE_HEAD_BYTES,
+    keys_at_a_time,
+    paged_attention_eager,
+    split_count,
+)
 from tightfit.kernels.rotate_store import rotate_store_eager
 from tightfit.kernels.triton_support import tl, triton
-
-MANY_PAIRS = 256
-"""Pairs of sequence and key head from which on a share of a sequence has at least four blocks of keys: there are
-programs enough for the card, and joining shares costs more than it brings."""
 
 
 def decode_attention(
@@ -64,7 +68,7 @@ def decode_attention(
     parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
     problem = Problem(scale, window or 0, softcap or 0.0, None)
-    group = heads // kv_heads
+    group, are_many = heads // kv_heads, pairs >= MANY_PAIRS and splits <= FEW_SPLITS
     with on_device_of(qkv):
         _kernel[(kv_heads, splits, B)](
             qkv,
@@ -95,10 +99,10 @@ def decode_attention(
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
             BLOCK_K=keys_at_a_time(),
-            LEAST_BLOCKS=1 if pairs < MANY_PAIRS else 4,
-            MOST=MOST_SPLITS,
+            LEAST_BLOCKS=2 if are_many else 1,
+            MOST=FEW_SPLITS if are_many else MOST_SPLITS,
             OVERLAP=overlap,
-            num_warps=4,
+            num_warps=2 if are_many and D * keys.element_size() >= WIDE_HEAD_BYTES else 4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
             **pdl(overlap),
         )

@@ -6,8 +6,8 @@ A small kernel makes X, in float16, with a scale for each chunk c of inputs. Of 
 is 2¹⁴ times smaller than the chunk's largest; after a norm it is rounded to 11 bits, where a norm alone leaves 8.
 Products with codes are float16, two to an instruction: 4 bits times 11, rounded to 11, and summed in pairs; all further
 sums are float32. What limits such a product is the way from the L2 cache: a program has many rows of the weight, or it
-would read as much of x as of them, and reads X, not x and a norm's weights. Before and after the product: as in
-kernels/packed_vector.py. Inputs must be whole chunks.
+would read as much of x as of them, and reads X, not x and a norm's weights. Norm, bias, residual or gated
+activation: kernels/vector_end.py. Inputs must be whole chunks.
 """
 
 from typing import Literal, NamedTuple
@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tightfit.kernels.glu import activated
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
+from tightfit.kernels.vector_end import finish_outputs
 from tightfit.models.spec import Activation
 
 CHUNK = 512
@@ -134,20 +134,24 @@ def fp8_vector_kernel(  # type: ignore[no-untyped-def]
         second = tl.broadcast_to(tl.load(pairs + 1)[None, :], now.shape)
         total += dot_of_four(now, first, second, ASM) * tl.load(sums_ptr + chunk)
     y = tl.sum(total, 1) * tl.load(scale_ptr + row)
-    if HAS_NORM:
-        every = tl.arange(0, MOST_CHUNKS)
-        squares = tl.load(sums_ptr + CHUNKS + every, mask=every < CHUNKS, other=0.0)
-        y *= tl.rsqrt(tl.sum(squares, 0) / (CHUNKS * CHUNK) + eps)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row).to(tl.float32)
-    if ACTIVATION != "":
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUTPUTS)), (1, 0)))
-        gate, _ = activated(gate, ACTIVATION)
-        y = gate * up
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+    finish_outputs(
+        y,
+        row,
+        sums_ptr + CHUNKS,
+        bias_ptr,
+        residual_ptr,
+        y_ptr,
+        eps,
+        N,
+        K=CHUNKS * CHUNK,
+        PARTS=CHUNKS,
+        MOST_PARTS=MOST_CHUNKS,
+        HAS_NORM=HAS_NORM,
+        HAS_BIAS=HAS_BIAS,
+        HAS_RESIDUAL=HAS_RESIDUAL,
+        ACTIVATION=ACTIVATION,
+        OUTPUTS=OUTPUTS,
+    )
 
 
 def fp8_vector_tile_for(rows: int) -> Fp8VectorTile:

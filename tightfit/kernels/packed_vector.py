@@ -8,10 +8,8 @@ worth 2⁻¹³ · a together. Products of bytes are then exact, four to an instr
 four codes, and seven instructions do eight weights. Floats would need 17, and reading 4 bits leaves no time for them.
 
 A small kernel makes the bytes of X, s, and the sums that zero points and RMSNorm need; the product's programs ask for
-their first words before they wait for it (`overlap`). RMSNorm before the product: (x · r · w) · Wᵀ = r · (x · w) · Wᵀ.
-After it: bias and residual, or a gated activation, for which the weight holds gate over up, [2N, K], and half of a
-program's rows are gates. Words are in tiles and strips (`kernels/packing.py`), scales of neighbouring rows are best
-neighbours in memory.
+their first words before they wait for it (`overlap`). Norm, bias, residual or gated activation: kernels/vector_end.py.
+Words are in tiles and strips (`kernels/packing.py`), scales of neighbouring rows are best neighbours in memory.
 """
 
 from typing import Literal, NamedTuple
@@ -19,12 +17,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tightfit.kernels.glu import activated
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.packed_rows import zero_points
 from tightfit.kernels.packing import TILE_WORDS, has_strips, has_tiles
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
+from tightfit.kernels.vector_end import finish_outputs
 from tightfit.models.spec import Activation
 
 BITS = (4, 8)
@@ -248,20 +246,24 @@ def packed_vector_kernel(  # type: ignore[no-untyped-def]
         x_sum = tl.load(scales_ptr + COUNT + first + tile, mask=first + tile < COUNT, other=0.0)
         total += (found * x_scale[:, None] - zero * x_sum[:, None]) * scale
     y = tl.sum(total, 0)
-    if HAS_NORM:
-        every = tl.arange(0, MOST_TILES)
-        squares = tl.load(scales_ptr + 2 * COUNT + every, mask=every < COUNT, other=0.0)
-        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row).to(tl.float32)
-    if ACTIVATION != "":
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUTPUTS)), (1, 0)))
-        gate, _ = activated(gate, ACTIVATION)
-        y = gate * up
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+    finish_outputs(
+        y,
+        row,
+        scales_ptr + 2 * COUNT,
+        bias_ptr,
+        residual_ptr,
+        y_ptr,
+        eps,
+        N,
+        K=K,
+        PARTS=COUNT,
+        MOST_PARTS=MOST_TILES,
+        HAS_NORM=HAS_NORM,
+        HAS_BIAS=HAS_BIAS,
+        HAS_RESIDUAL=HAS_RESIDUAL,
+        ACTIVATION=ACTIVATION,
+        OUTPUTS=OUTPUTS,
+    )
 
 
 def vector_tile_for(rows: int, inputs: int) -> VectorTile:

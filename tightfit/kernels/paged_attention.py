@@ -23,6 +23,11 @@ BLOCK_K = 64
 MOST_SPLITS = 32
 WAVES = 4
 """Programs per multiprocessor that splitting aims at."""
+MANY_PAIRS = 32
+"""Pairs of sequence and key head from which on a sequence has few shares: joining more costs more than it brings."""
+FEW_SPLITS = 8
+WIDE_HEAD_BYTES = 256
+"""Keys from which on two warps are faster than four (docs/LOG.md)."""
 
 
 def paged_attention(
@@ -85,7 +90,7 @@ def paged_attention(
             SINGLE=splits == 1,
             CODES=scales is not None,
             HAS_SINKS=sinks is not None,
-            num_warps=4,
+            num_warps=2 if D * query.element_size() >= WIDE_HEAD_BYTES else 4,
             num_stages=3 if D * keys.element_size() <= 256 else 2,
         )
         if splits > 1:
@@ -110,8 +115,9 @@ def _join(parts: Tensor, norms: Tensor, out: Tensor) -> None:
 
 def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     """How many programs share a sequence of up to `capacity` keys, given pairs of sequence and key head."""
-    wanted = -(-WAVES * multiprocessors(device) // pairs)
-    return max(1, min(wanted, -(-capacity // keys_at_a_time()), MOST_SPLITS))
+    wanted = WAVES * multiprocessors(device) // max(1, pairs)
+    most = MOST_SPLITS if pairs < MANY_PAIRS else FEW_SPLITS
+    return max(1, min(wanted, -(-capacity // keys_at_a_time()), most))
 
 
 def keys_at_a_time() -> int:

@@ -60,12 +60,6 @@ def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, 
     return 0 if rule is None else rule(*arguments, **options)
 
 
-def _attention_scratch(d_out: Tensor, query: Tensor, key: Tensor, *others: Any) -> int:
-    """Of cuDNN's and FlashAttention's backward: dQ in float32, and dK and dV for every query head of a group."""
-    grouped = query.shape[1] != key.shape[1]
-    return query.numel() * (4 + 2 * query.element_size() * grouped)
-
-
 def _attention_gradients(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -74,8 +68,22 @@ _fused_attention_backward = operator(
     "simulated_attention_backward(Tensor d_out, Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)",
     _attention_gradients,
     _attention_gradients,
+)
+
+
+def _attention_scratch(d_query: Tensor, d_key: Tensor) -> int:
+    """Of cuDNN's and FlashAttention's backward: dQ in float32, dK and dV for every query head of a group, row sums."""
+    grouped = d_query.shape[1] != d_key.shape[1]
+    return d_query.numel() * (4 + 2 * d_query.element_size() * grouped) + 4 * d_query[..., 0].numel()
+
+
+_attention_workspace = operator(
+    "simulated_attention_workspace(Tensor d_query, Tensor d_key) -> ()",
+    lambda d_query, d_key: None,
+    lambda d_query, d_key: None,
     scratch_bytes=_attention_scratch,
 )
+"""Apart, as cuDNN takes it after its results: what is reserved depends on the order."""
 
 
 def _attention_outputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +110,9 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value, *_ = ctx.saved_tensors
-        return _fused_attention_backward(gradients[0], query, key, value)
+        d_query, d_key, d_value = _fused_attention_backward(gradients[0], query, key, value)
+        _attention_workspace(d_query, d_key)
+        return d_query, d_key, d_value
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Attention of a layer's queries to keys that are all there, with sinks or without: what layers do with no cache, and
-what those who keep keys and values elsewhere (parallel/context.py, serve/paged_cache.py) do with the keys they have."""
+what those who keep keys and values elsewhere (parallel/context.py, serve/cache/paged.py) do with the keys they have."""
 
 from typing import NotRequired, TypedDict, Unpack
 

@@ -6,7 +6,7 @@
 The rotated part of a key is one for all heads. Rope's pairs are neighbours in the stored weights (x₀ x₁, x₂ x₃, …);
 ours are halves apart, so the rotated parts of queries and keys are reordered alike, which their products do not notice.
 Attention itself is that of every other family, over heads of `head_dim`; values are narrower and padded with zeros for
-it. Whoever keeps only norm(c) and rope(r) of a token (serve/latent_cache.py) is given those and the weights that keys
+it. Whoever keeps only norm(c) and rope(r) of a token (serve/cache/latent.py) is given those and the weights that keys
 and values are made with (`Expansion`). Limits: the cache of one generation (cache.py) holds expanded keys and values;
 heads are not split over tensor ranks.
 """

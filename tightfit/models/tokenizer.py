@@ -11,9 +11,10 @@ Not for tokenizers that exist only as Python code: nothing from a model's direct
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,13 @@ CHATML_TEMPLATE = (
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MIN_VOCAB_SIZE = 256 + 3
 """Every byte, and the three special tokens of a tokenizer we train."""
+REPLACED = "\ufffd"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How vocabularies of SentencePiece name a byte."""
+TAKEN = ("self", "messages")
+"""Names that are no settings of a template."""
+LONG_TEXT = 10_000
+"""Characters from which on a text is encoded as a batch of one: the library lets other threads run only then."""
 
 
 class Tokenizer:
@@ -52,6 +60,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many rows an embedding needs: the highest id, added tokens included, plus one."""
         return 1 + max(self._wrapped.get_vocab().values(), default=-1)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters of a text that one token can stand for."""
+        return max(map(len, self._wrapped.get_vocab()), default=1)
 
     @property
     def eos_id(self) -> int | None:
@@ -124,14 +137,31 @@ class Tokenizer:
         with _panics_told():
             return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text, which may be part of a character."""
+        text = self.decode([token])
+        name = self._plain.id_to_token(token) if REPLACED in text else None
+        if name is None:
+            return text.encode()
+        if found := BYTE_TOKEN.fullmatch(name):
+            return bytes([int(found[1], 16)])
+        known = _bytes_by_character()
+        return bytes(known[each] for each in name) if all(each in known for each in name) else text.encode()
+
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins.
 
-        `tools` are functions the model may call, in OpenAI's words; templates that know none pass over them.
+        `tools` are functions the model may call, in OpenAI's words, `settings` what else a template may ask for
+        (enable_thinking, …); templates that know none pass over them.
         """
-        return self._render(messages, add_generation_prompt, tools)[0]
+        return self._render(messages, add_generation_prompt, tools, settings)[0]
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of the whole conversation, and for each whether the assistant says it.
@@ -176,15 +206,19 @@ class Tokenizer:
         with _panics_told():
             backend = self._parsing if parse_special else self._plain
             try:
-                return backend.encode(text, add_special_tokens=False)
+                return _encoded(backend, text)
             except TypeError:
-                return backend.encode(_mended(text), add_special_tokens=False)
+                return _encoded(backend, _mended(text))
 
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
         return answer_spans(messages, text, self.render_chat, frozenset(self.special_tokens.values()))
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: list[dict[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """The rendered conversation and what `{% generation %}` marks in it, if the template has such marks."""
         from tightfit.models.chat_template import chat_template
@@ -192,7 +226,8 @@ class Tokenizer:
         template = self.chat_template
         if template is None:
             raise UserError("the tokenizer has no chat template, so it cannot lay out a conversation; use plain text")
-        values = {**self._wrapped.special_tokens_map, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        own = {**self._wrapped.special_tokens_map, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        values = {name: value for name, value in (settings or {}).items() if name not in TAKEN} | own
         return chat_template(template).render(_checked(messages), **values)
 
 
@@ -263,6 +298,20 @@ def _panics_told() -> Iterator[None]:
     except BaseException as error:  # a panic is no Exception
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"the tokenizer fails on a text ({why}); its tokenizer.json may be damaged") from error
+
+
+@cache
+def _bytes_by_character() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: printable Latin-1 itself, others from 256."""
+    shown = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) not in " \xad"]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+def _encoded(backend: "tokenizers.Tokenizer", text: str) -> "tokenizers.Encoding":
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=False)
+    return backend.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _mended(text: str) -> str:

@@ -14,8 +14,9 @@ What a rank of N holds per parameter in mixed precision (bf16 or fp16 with float
 | 2 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, forward to the end of the step |
 | 3 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, root and about two layers at a time |
 
-DDP's gradients are views of its buckets; they are zeroed after a step, not freed. (The first step, before they are
-views, and the second, when DDP reorders its buckets as backward ran, hold them twice where M > 1.)
+DDP's gradients are views of its buckets; they are zeroed after a step, not freed. After the first they are freed, as
+DDP then makes new buckets in the order in which backward ran, and would have both. (The first two steps, before
+gradients are views, hold them twice where M > 1.)
 FSDP2's float32 shards are the master weights; a 16-bit copy exists only while all-gathered. It reduces in float32, so
 sharded gradients are float32 as well. With fp32 nothing is cast, and with pure-bf16 everything is bf16.
 

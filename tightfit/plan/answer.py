@@ -14,32 +14,27 @@ from pydantic import ValidationError
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
-from tightfit.hardware.sustained import product_share
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.engine import EngineName
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.batch import batch_of, rows_of_tokens, warning
-from tightfit.plan.candidate import Candidate
-from tightfit.plan.changes import Change, changes
-from tightfit.plan.fill import fill_card
-from tightfit.plan.mesh_note import mesh_note
+from tightfit.plan.batch import batch_of, rows_of_tokens
 from tightfit.plan.mfu import peak_flop_s, token_flops
-from tightfit.plan.one_gpu_note import one_gpu_note
-from tightfit.plan.pins import Pins
+from tightfit.plan.notes import notes_on
 from tightfit.plan.plan import Plan
-from tightfit.plan.search import COMFORT, TOLD, search
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.candidate import Candidate
+from tightfit.plan.search.changes import Change, changes
+from tightfit.plan.search.fill import fill_card
+from tightfit.plan.search.pins import Pins
+from tightfit.plan.search.search import TOLD, search
+from tightfit.plan.search.space import SearchSpace
 
 DEFAULT_LENGTH = 4096
 MOST_DEFAULT_TOKENS = 2**22
 DEFAULT_STEP_S = 30.0
 DEFAULT_MFU = 0.4
-MEASURED_CARD = "H200"
-SAVING_TOLD_BYTES = 32 * 2**30
-"""A checkpoint that takes more than this of a node's host memory is worth a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +134,8 @@ def answer(question: Question) -> Answer:
     plan = question.plan(fill_card(question.space, best) if found.best else best)
     others = tuple(each for each in found.plans if each is not best)[: TOLD - 1]
     needed = () if plan.fits else tuple(changes(question.space))
-    return Answer(
-        plan=plan, alternatives=others, changes=needed, notes=tuple(_notes(question, plan)), layouts=found.layouts
-    )
+    notes = tuple(notes_on(plan, question.positions))
+    return Answer(plan=plan, alternatives=others, changes=needed, notes=notes, layouts=found.layouts)
 
 
 def make_workload(
@@ -196,75 +190,3 @@ def steps_of(workload: Workload, steps: int | None, tokens: int | None) -> int |
     if found is not None and found < 1:
         raise UserError(f"the job has {found} steps; give at least 1")
     return found
-
-
-def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
-    """Whose rates the times are made of, where they are not the measured card's."""
-    card = machine.accelerator
-    if machine.calibration is not None:
-        return f"times use what `tightfit calibrate` measured on this machine on {machine.calibration.date}"
-    if card.family == MEASURED_CARD:
-        return None
-    share = product_share(card, peak_flop_s(precision, machine) / machine.ranks / 1e12)
-    return (
-        f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
-        "measures it where you have one"
-    )
-
-
-def _engine_note(workload: Workload) -> str | None:
-    """For whom the numbers are, where that is not us."""
-    if workload.engine_name == "tightfit":
-        return None
-    return f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
-
-
-def _unproven_note(machine: Machine, workload: Workload) -> str | None:
-    """What several GPUs have not shown yet, where `tightfit doctor` has not examined them."""
-    calibration = machine.calibration
-    is_examined = calibration is not None and calibration.collectives is not None
-    if machine.ranks == 1 or workload.engine_name != "tightfit" or is_examined:
-        return None
-    return (
-        "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit doctor` "
-        "first"
-    )
-
-
-def _notes(question: Question, plan: Plan) -> list[str]:
-    machine, workload = question.machine, question.workload
-    room = machine.accelerator.memory_bytes
-    said = [
-        warning(workload.tokens, machine.ranks),
-        _engine_note(workload),
-        None
-        if question.positions is None or workload.sequence_length <= question.positions
-        else f"rows have {workload.sequence_length:,} tokens, but the model has {question.positions:,} positions; "
-        "extend them (its rope's scaling, or its position embedding) before training",
-        None
-        if workload.global_batch % machine.ranks == 0
-        else f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "
-        "them can be data ranks",
-        f"nodes are connected by {machine.inter.name}; name another link after the machine, such as "
-        f"{machine.text.partition(':')[0]}:{'ndr' if machine.inter.name != 'ndr' else 'hdr'}"
-        if machine.nodes > 1 and machine.inter.name not in machine.text
-        else None,
-        f"this uses {used / 2**30:.0f} GiB of host memory a node while it trains; --host-memory says how much there is"
-        if (used := plan.training_host_bytes) > 2**30 and machine.host_bytes is None
-        else None,
-        f"saving copies {plan.saving_bytes / 2**30:.0f} GiB to host memory on a node"
-        if plan.saving_bytes > SAVING_TOLD_BYTES
-        else None,
-        f"tight: {plan.gpu_peak_bytes / room:.0%} of the card, and nothing that leaves more room was found; --confirm "
-        "counts more exactly"
-        if plan.fits and plan.gpu_peak_bytes > COMFORT * room
-        else None,
-        "under schedule 2bw gradients are of weights one update old; the pipeline waits where it saves and evaluates"
-        if plan.layout.has_two_versions
-        else None,
-        mesh_note(plan),
-        one_gpu_note(plan),
-        _rates_note(machine, workload.precision),
-        _unproven_note(machine, workload),
-    ]
-    return [sentence for sentence in said if sentence]

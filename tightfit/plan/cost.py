@@ -25,7 +25,7 @@ workload and machine and does what depends on the layout once (`of`), so that a 
 from collections.abc import Sequence
 from operator import attrgetter
 
-from tightfit.hardware.efficiency import MEASURED, Efficiency
+from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.launches import GAP_SHARE, REPLAY_MS, SLOW_HOST, STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
@@ -35,7 +35,7 @@ from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
-from tightfit.plan.seconds.context import HeadExchange, Ring
+from tightfit.plan.seconds.context import context_ring, head_exchange
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
@@ -56,7 +56,6 @@ from tightfit.plan.seconds.tensor_mesh import MeshMessages, mesh_traffic
 from tightfit.plan.seconds.tiles import tiled_more_s
 from tightfit.plan.steptime import StepTime
 
-FLOAT32_BYTES = 4
 states_key = attrgetter(
     "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
 )
@@ -68,22 +67,15 @@ tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchangin
 class Costs:
     """Step times of one workload on one machine."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        machine: Machine,
-        efficiency: Efficiency = MEASURED,
-        *,
-        layer_launch_ms: float | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, machine: Machine, *, layer_launch_ms: float | None = None) -> None:
         """`layer_launch_ms` is what the host takes to launch a plain layer and its update, where that was measured."""
-        if machine.calibration is not None:
-            efficiency = machine.calibration.efficiency(machine.accelerator)
-            layer_launch_ms = machine.calibration.layer_launch_ms
-        self.workload, self.machine, self.efficiency = workload, machine, efficiency
+        self.workload, self.machine, self.efficiency = workload, machine, MEASURED
+        if (calibration := machine.calibration) is not None:
+            self.efficiency = calibration.efficiency(machine.accelerator)
+            layer_launch_ms = calibration.layer_launch_ms
         self.host_share = host_share(layer_launch_ms)
         self.launch_share = workload.engine.launch_share * self.host_share
-        self.rates = card_rates(workload, machine, efficiency)
+        self.rates = card_rates(workload, machine, self.efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
         self._layers: dict[object, LayerTime] = {}
         self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
@@ -149,7 +141,9 @@ class LayoutCost:
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
         self.tensor = self._tensor_traffic(counts, hidden_bytes)
-        ring, exchange_s = self._ring(), self._head_exchange().one_way_s
+        context = {"tokens": layer.tokens, "bytes_s": costs.rates.bytes_s}
+        exchange_s = head_exchange(costs.group, workload, layout, **context).one_way_s
+        ring = context_ring(costs.group, workload, layout, **context)
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
         experts = costs.group(tensor, layout.expert)
@@ -177,39 +171,6 @@ class LayoutCost:
         messages = MeshMessages(workload.spec, layout, self.layer.tokens)
         number_bytes, bytes_s = workload.weight_bytes, costs.rates.bytes_s
         return mesh_traffic(costs.group, layout, messages, number_bytes=number_bytes, bytes_s=bytes_s)
-
-    def _exchanged_numbers(self) -> tuple[float, float]:
-        """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
-        layout, spec = self.layout, self.costs.workload.spec
-        kv_heads = max(spec.kv_heads / layout.tensor, layout.exchanging)
-        query_numbers = self.layer.tokens * spec.query_size / layout.tensor
-        return query_numbers, self.layer.tokens * 2 * kv_heads * spec.head_dim
-
-    def _head_exchange(self) -> HeadExchange:
-        """Context ranks that exchange heads, for one layer."""
-        layout, costs, weight_bytes = self.layout, self.costs, self.costs.workload.weight_bytes
-        query_numbers, key_numbers = self._exchanged_numbers()
-        group = costs.group(layout.tensor, layout.exchanging)
-        qkv_bytes, out_bytes = (query_numbers + key_numbers) * weight_bytes, query_numbers * weight_bytes
-        return HeadExchange(
-            sent_s=group.all_to_all_s(qkv_bytes) + group.all_to_all_s(out_bytes),
-            copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
-            bytes_s=costs.rates.bytes_s,
-        )
-
-    def _ring(self) -> Ring:
-        """The ring of context ranks, for one layer."""
-        layout, costs = self.layout, self.costs
-        query_numbers, key_numbers = self._exchanged_numbers()
-        group = costs.group(layout.tensor * layout.exchanging, layout.ring)
-        return Ring(
-            ranks=layout.ring,
-            send_s=group.send_s(key_numbers * costs.workload.weight_bytes),
-            gradient_send_s=group.send_s(key_numbers * FLOAT32_BYTES),
-            query_numbers=query_numbers,
-            key_numbers=key_numbers,
-            bytes_s=costs.rates.bytes_s,
-        )
 
     def step(self, levers: Levers) -> StepTime:
         """One optimizer step with `levers`, worked out once."""

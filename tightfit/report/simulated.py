@@ -10,7 +10,7 @@ from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.pins import Pins
+from tightfit.plan.search.pins import Pins
 from tightfit.prove.rehearsal import trace_training_step
 from tightfit.report.timeline import Timeline, of_simulation
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from tightfit.errors import UserError
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.sampling import MOST_LOGPROBS, Sampling
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import MOST_LOGPROBS, Sampling
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class BeamSearch:
     width: int
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    adapter: str | None = None
     length_penalty: float = 1.0
     beams: list[Hypothesis] = field(default_factory=lambda: [Hypothesis()])
     finished: list[Hypothesis] = field(default_factory=list)
@@ -64,7 +65,12 @@ class BeamSearch:
         """One token more for every beam."""
         sampling = Sampling(max_tokens=1, temperature=0, logprobs=2 * self.width, seed=0)
         return [
-            Request(id=f"{self.id}/{self.length}/{i}", prompt=[*self.prompt, *beam.tokens], sampling=sampling)
+            Request(
+                id=f"{self.id}/{self.length}/{i}",
+                prompt=[*self.prompt, *beam.tokens],
+                sampling=sampling,
+                adapter=self.adapter,
+            )
             for i, beam in enumerate(self.beams)
         ]
 
@@ -92,11 +98,27 @@ class BeamSearch:
         return each.logprob / max(1, len(each.tokens)) ** self.length_penalty
 
 
+def refuse_for_beams(request: Request) -> None:
+    """Refuse what a search would pass over: it knows the model's own probabilities and gives one answer."""
+    sampling = request.sampling
+    unknown = {
+        "n": request.count != 1,
+        "stop": bool(sampling.stop),
+        "a form of the answer": sampling.grammar is not None,
+        "penalties": sampling.has_penalties,
+        "logit_bias": bool(sampling.logit_bias),
+    }
+    if found := [name for name, given in unknown.items() if given]:
+        raise UserError(
+            f"{request.id!r} asks for {' and '.join(found)}, which beams do not have; leave one of them out"
+        )
+
+
 def likeliest_answers(engine: Engine, requests: list[Request], width: int) -> Iterator[tuple[Request, list[Answer]]]:
     """Requests one after another, each with the best answer of a search of `width` beams."""
     for request in requests:
         room = min(request.sampling.max_tokens, engine.max_length - len(request.prompt))
-        search = BeamSearch(request.id, request.prompt, width, room, request.sampling.stop_ids)
+        search = BeamSearch(request.id, request.prompt, width, room, request.sampling.stop_ids, request.adapter)
         while not search.is_over:
             asked = search.requests()
             made = engine.generate(asked)

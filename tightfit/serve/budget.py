@@ -17,8 +17,8 @@ from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.joint_weights import half_bytes
-from tightfit.serve.row_tiles import SIZES
+from tightfit.serve.forward.row_tiles import SIZES
+from tightfit.serve.weights.joint import half_bytes
 
 HOST_SHARE = 0.25
 WIDE = 4

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Message
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.start import token_streams
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.streams import token_streams
 
 
 @dataclass

@@ -24,15 +24,15 @@ class EngineConfig:
     """The share of free memory that weights, activations and cache may take together."""
     block_size: int = 16
     cache_format: CacheFormat = "model"
-    """What keys and values are kept in: the model's own numbers, or a byte each (cache_format.py)."""
+    """What keys and values are kept in: the model's own numbers, or a byte each (cache/codes.py)."""
     half_weights: bool = True
-    """On a CPU: read weights from a copy in 16 bits where that changes nothing (half_weight.py)."""
+    """On a CPU: read weights from a copy in 16 bits where that changes nothing (weights/half.py)."""
     packed_products: bool = True
-    """On a CPU: multiply few tokens by 4-bit codes as they are packed, in bfloat16 (int4_weight.py)."""
+    """On a CPU: multiply few tokens by 4-bit codes as they are packed, in bfloat16 (weights/int4.py)."""
     rounded_weights: bool = False
     """The weights come from a file that rounded them to a few bits; a copy in 16 bits may round them by 2⁻¹¹ more."""
     prefix_cache: bool = True
-    pipelined: bool | None = None
+    async_steps: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""
     graphs: bool = True
     """Capture steps that repeat as CUDA graphs."""
@@ -43,7 +43,7 @@ class EngineConfig:
     skipped_layers: int = 0
     """With speculation "skip": how many layers the model leaves out when it guesses for itself."""
     batch_invariant: bool = False
-    """Answers are the same to the bit whatever else is in the batch (row_tiles.py); slower."""
+    """Answers are the same to the bit whatever else is in the batch (forward/row_tiles.py); slower."""
     host_bytes: int = 0
     """Memory of the host for keys and values of answers that have to give way; without, they are computed again."""
 

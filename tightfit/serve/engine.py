@@ -2,53 +2,46 @@
 
 A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
 give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
-of the one before it are read (`pipeline.py`); the schedule needs lengths only.
+of the one before it are read (`graphs/async_steps.py`); the schedule needs lengths only.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
-from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.adapters import AdapterSet, refuse_folded
-from tightfit.serve.block_pool import BlockPool
-from tightfit.serve.break_even import break_even_share, hint
-from tightfit.serve.budget import HOST_SHARE, Budget, decide_budget, free_bytes
-from tightfit.serve.chooser import Asked, Chosen, choose, choose_alone
-from tightfit.serve.compiler import Compiler
+from tightfit.serve.assembly import (
+    make_async_steps,
+    make_budget,
+    make_host,
+    make_proposer,
+    make_runner,
+    prepare_codes,
+    refuse_variant,
+)
+from tightfit.serve.budget import Budget
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.cpu_codes import expand_for_cpu, hold_for_cpu
-from tightfit.serve.draft import make_draft_runner, make_skipping_runner, skipping_spec
-from tightfit.serve.grammar import Constraints, Matcher
-from tightfit.serve.host_store import HostStore
-from tightfit.serve.pipeline import Flight, Pipeline
-from tightfit.serve.rank_runner import RankRunner
-from tightfit.serve.request import Answer, Output, Request, TokenChance
-from tightfit.serve.rope_tables import length_of_change
-from tightfit.serve.runner import Runner, make_cache
-from tightfit.serve.scheduler import Chunk, Limits, Scheduler
-from tightfit.serve.sequence import Finish, Sequence
-from tightfit.serve.speculation import DraftModel, PromptLookup, Proposer
-from tightfit.serve.step import make_step, ordered
-from tightfit.serve.text import TextStream
-
-
-@dataclass(eq=False)
-class Running:
-    """What the engine keeps of one answer besides its sequence."""
-
-    request: Request
-    sequence: Sequence
-    text: TextStream | None
-    matcher: Matcher | None
-    siblings: list["Running"] = field(default_factory=list)
-    """Other answers to the request, which begin once the prompt is in the cache."""
+from tightfit.serve.forward.adapters import refuse_folded
+from tightfit.serve.forward.rope_tables import length_of_change
+from tightfit.serve.forward.runner import Runner
+from tightfit.serve.graphs.async_steps import AsyncSteps, Flight
+from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.ranks.runner import RankRunner
+from tightfit.serve.requests.grammar import Constraints, Matcher
+from tightfit.serve.requests.request import Answer, Finish, Output, Request, TokenChance
+from tightfit.serve.requests.text_stream import TextStream
+from tightfit.serve.running import Running
+from tightfit.serve.sampling.chooser import Asked, Chosen, choose, choose_alone
+from tightfit.serve.schedule.block_pool import BlockPool
+from tightfit.serve.schedule.scheduler import Chunk, Limits, Scheduler
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.step import make_step, ordered
+from tightfit.serve.speculation.break_even import break_even_share, hint
 
 
 @dataclass
@@ -81,27 +74,25 @@ class Engine:
     ) -> None:
         """`compiler` compiles kernels in other processes; without one that is done here."""
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
-        self.adapters = dict(adapters or {})
+        self.adapters, self.spread = dict(adapters or {}), ranks is not None
         refuse_folded(self.adapters, model.spec)
-        adapter_bytes = sum(adapter.bytes for adapter in self.adapters.values())
-        self.spread = ranks is not None
         if self.config.batch_invariant:
-            self._check_invariant()
+            refuse_variant(ranks=self.spread, adapters=bool(self.adapters))
         if ranks is None:
             for each in (model,) if draft is None else (model, draft):
-                self._prepare_codes(each)
+                self.config = prepare_codes(each, self.config)
         self.budget: Budget = (
-            ranks.steps.budget
-            if ranks is not None
-            else decide_budget(model, self.config, draft, adapter_bytes=adapter_bytes, draft_spec=self._skipping_spec())
+            ranks.steps.budget if ranks is not None else make_budget(model, self.config, draft, self.adapters)
         )
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
-        self.runner: Runner | RankRunner = ranks if ranks is not None else self._make_runner()
+        self.runner: Runner | RankRunner = (
+            ranks if ranks is not None else make_runner(model, self.config, self.budget, self.adapters)
+        )
         self.counts = Counts()
-        self._proposer = self._make_proposer(draft)
+        self._proposer = make_proposer(self.runner, model, draft, self.budget, self.config)
         self.break_even = self._measure_break_even()
-        self.host = self._make_host()
+        self.host = make_host(self.runner, model.spec, self.config)
         self.scheduler = Scheduler(self.pool, self._limits(), self.host)
         self._running: dict[Sequence, Running] = {}
         self._of_request: dict[str, list[Running]] = {}
@@ -109,7 +100,10 @@ class Engine:
         self._constraints: Constraints | None = None
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
-        self._pipeline = self._make_pipeline(compiler)
+        sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
+        self._async_steps = (
+            None if sees_every_token else make_async_steps(self.runner, self.config, self.max_length, compiler)
+        )
 
     @property
     def has_work(self) -> bool:
@@ -127,11 +121,11 @@ class Engine:
         """What was predicted and what was allocated, in a line each."""
         predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
         budget = self.budget.describe(self.config.block_size)
-        told = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        lines = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
         if self.break_even is None:
-            return told
+            return lines
         pays = f"pays from {self.break_even:.0%} kept on" if self.break_even <= 1 else "cannot pay here"
-        return f"{told}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
+        return f"{lines}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
 
     @property
     def guessing_hint(self) -> str | None:
@@ -164,9 +158,9 @@ class Engine:
         self._arrivals += 1
         self.counts.requests += 1
         self.counts.prompt_tokens += len(request.prompt)
-        made = [self._make(request, index) for index in range(request.count)]
-        self._of_request[request.id] = made
-        first, others = made[0], made[1:]
+        answers = [self._begin(request, index) for index in range(request.count)]
+        self._of_request[request.id] = answers
+        first, others = answers[0], answers[1:]
         if self.scheduler.limits.prefix_cache:
             first.siblings, others = others, []
         for running in (first, *others):
@@ -181,18 +175,18 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run a step, or launch the next and return what the one before added."""
-        if self._pipeline is not None and not self._host_bound:
-            return self._launch(self._pipeline)
+        if self._async_steps is not None and not self._host_bound:
+            return self._launch(self._async_steps)
         outputs = self._landed(0)
         chunks = self.scheduler.schedule()
         return outputs + (self._run(chunks) if chunks else [])
 
-    def _launch(self, pipeline: Pipeline) -> list[Output]:
+    def _launch(self, async_steps: AsyncSteps) -> list[Output]:
         """Launch the next step, then read the tokens of the one before."""
         chunks = ordered(self.scheduler.schedule())
         if chunks:
             self.counts.steps += 1
-            self._flights.append(pipeline.launch(chunks))
+            self._flights.append(async_steps.launch(chunks))
             self.scheduler.launched(chunks)
             for chunk in chunks:
                 if not chunk.chooses:
@@ -240,38 +234,6 @@ class Engine:
                 answers[output.request][output.index].add(output)
         return answers
 
-    def _prepare_codes(self, model: Decoder) -> None:
-        """Bring layers in codes into the form that a CPU multiplies by."""
-        if self.config.multiplies_packed:
-            hold_for_cpu(model)
-        room = HOST_SHARE * free_bytes(model.embed.weight.device)
-        if expand_for_cpu(model, int(room)) and self.config.multiplies_packed:
-            self.config = replace(self.config, rounded_weights=True)
-
-    def _make_runner(self) -> Runner:
-        config, weight = self.config, self.model.embed.weight
-        cache = make_cache(
-            self.model.spec, self.budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format
-        )
-        if config.batch_invariant and cache.storage.is_cuda and not cache.has_row_kernel:
-            raise UserError("batch_invariant is on, but there is no kernel here for this model's attention; use cpu")
-        return Runner(
-            self.model,
-            cache,
-            self.max_length,
-            config.max_sequences,
-            overlap=config.overlap,
-            adapters=AdapterSet(self.model, self.adapters) if self.adapters else None,
-            half=self.budget.half_bytes > 0,
-            batch_invariant=config.batch_invariant,
-        )
-
-    def _check_invariant(self) -> None:
-        """Refuse what the batch would show in."""
-        if self.spread or self.adapters:
-            beside = "ranks" if self.spread else "adapters"
-            raise UserError(f"batch_invariant is on, which is not there for {beside} yet; leave one of them out")
-
     def _limits(self) -> Limits:
         config, change = self.config, length_of_change(self.model.spec)
         return Limits(
@@ -282,46 +244,6 @@ class Engine:
             lookahead=config.speculated_tokens if self._proposer else 0,
         )
 
-    def _make_pipeline(self, compiler: Compiler | None) -> Pipeline | None:
-        """Steps that do not wait for the host: on a GPU, unless the host has to see every token."""
-        config, on_gpu = self.config, self.runner.device.type == "cuda"
-        if not isinstance(self.runner, Runner):
-            return None
-        if self._proposer is not None or self.scheduler.limits.rewind_at is not None:
-            return None
-        if not (on_gpu if config.pipelined is None else config.pipelined):
-            return None
-        capture = on_gpu and config.graphs and self.model.spec.experts is None
-        return Pipeline(
-            self.runner,
-            config.max_sequences,
-            self.max_length,
-            config.block_size,
-            capture=capture,
-            compiler=compiler,
-        )
-
-    def _skipping_spec(self) -> ModelSpec | None:
-        return skipping_spec(self.model.spec, self.config) if self.config.speculation == "skip" else None
-
-    def _make_host(self) -> HostStore | None:
-        """Where answers that give way are kept; not where all their keys may have to be made anew, or have ranks."""
-        if not self.config.host_bytes or self.spread or length_of_change(self.model.spec) is not None:
-            return None
-        return HostStore(self.runner.cache, self.config.host_bytes)
-
-    def _make_proposer(self, draft: Decoder | None) -> Proposer | None:
-        if self.config.speculation == "lookup":
-            return PromptLookup()
-        if self.config.speculation == "none":
-            return None
-        if self.config.speculation == "skip":
-            assert isinstance(self.runner, Runner), "ranks do not guess by skipping layers"
-            return DraftModel(make_skipping_runner(self.runner, self.budget, self.config))
-        if draft is None:
-            raise UserError("speculation is 'draft', but no draft model was given")
-        return DraftModel(make_draft_runner(draft, self.model, self.budget, self.config))
-
     def _measure_break_even(self) -> float | None:
         """From which share of kept guesses on they pay; None where nobody guesses, or it is not known."""
         if self._proposer is None or not isinstance(self.runner, Runner) or self.runner.device.type == "cuda":
@@ -329,7 +251,7 @@ class Engine:
         guesses = self.config.speculated_tokens
         return break_even_share(self.runner, self._proposer, self.pool, guesses, self.max_length)
 
-    def _make(self, request: Request, index: int) -> Running:
+    def _begin(self, request: Request, index: int) -> Running:
         sampling = request.sampling
         room = self.max_length - len(request.prompt)
         if sampling.max_tokens > room:
@@ -372,7 +294,7 @@ class Engine:
             self.counts.kept += kept
             sequence.stored = chunk.end + kept
             sequence.draft_stored = min(sequence.draft_stored, sequence.stored)
-        taken, text, finish = self._extended(running, chosen.tokens)
+        taken, text, finish = running.extend(chosen.tokens)
         self.counts.answer_tokens += len(taken)
         if finish is not None:
             self._finish(running, finish)
@@ -385,7 +307,7 @@ class Engine:
         """The same for one token without guesses or chances: hundreds of times in the milliseconds a step takes."""
         sequence = running.sequence
         cached = sequence.cached if len(sequence.tokens) == len(sequence.prompt) else 0
-        taken, text, finish = self._extended(running, [token])
+        taken, text, finish = running.extend([token])
         self.counts.answer_tokens += len(taken)
         self.counts.cached_tokens += cached
         if finish is not None:
@@ -396,44 +318,15 @@ class Engine:
             self._start_siblings(sequence, running)
         return Output(running.request.id, sequence.index, tuple(taken), text, (), finish, cached)
 
-    def _extended(self, running: Running, tokens: list[int]) -> tuple[list[int], str, Finish | None]:
-        """Append `tokens` until one ends the answer: which were taken, their text, and why it is over."""
-        sequence, text, taken = running.sequence, "", []
-        if running.text is None and running.matcher is None and len(tokens) == 1:  # plain tokens in, plain tokens out
-            sequence.append(tokens[0])
-            return tokens, "", self._ends(running, tokens[0])
-        for token in tokens:
-            sequence.append(token)
-            taken.append(token)
-            finish = self._ends(running, token)
-            if running.text is not None and not (finish == "stop" and token in sequence.sampling.stop_ids):
-                text += running.text.push(token)
-                if running.text.stopped:
-                    finish = "stop"
-            if finish is not None:
-                return taken, text + (running.text.finish() if running.text is not None else ""), finish
-        return taken, text, None
-
-    def _ends(self, running: Running, token: int) -> Finish | None:
-        sampling = running.sequence.sampling
-        if token in sampling.stop_ids:
-            return "stop"
-        if running.matcher is not None:
-            running.matcher.advance(token)
-            if running.matcher.is_over:
-                return "stop"
-        sequence = running.sequence
-        return "length" if len(sequence.tokens) - len(sequence.prompt) >= sampling.max_tokens else None
-
     def _finish(self, running: Running, finish: Finish) -> None:
         self.scheduler.settle(running.sequence)
         self.scheduler.remove(running.sequence, finish)
         del self._running[running.sequence]
         self._host_bound -= running.sequence.sampling.needs_host
         self._start_siblings(running.sequence, running)
-        rest = self._of_request[running.request.id]
-        rest.remove(running)
-        if not rest:
+        unfinished = self._of_request[running.request.id]
+        unfinished.remove(running)
+        if not unfinished:
             del self._of_request[running.request.id]
             self.counts.finished += 1
 

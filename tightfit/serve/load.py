@@ -15,8 +15,8 @@ import torch
 from tightfit.errors import UserError
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ from tightfit.bounded_files import read_bounded, require_regular
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.beam import likeliest_answers
+from tightfit.serve.beam import likeliest_answers, refuse_for_beams
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Answer, Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.grammar import asked_grammar
+from tightfit.serve.requests.request import Answer, Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
 MOST_PROMPT_BYTES = 2**30
@@ -42,7 +43,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in `path`; all of it is checked before anything is computed."""
     try:
-        lines = read_bounded(path, MOST_PROMPT_BYTES, "a file of prompts").decode("utf-8").splitlines()
+        lines = read_bounded(path, MOST_PROMPT_BYTES, "a file of prompts").decode("utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a file of JSON lines") from None
     except UnicodeDecodeError:
@@ -130,9 +131,10 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
     """What the engine is asked for one line."""
     given = prompt.given
     changes = {key: given[key] for key in SETTINGS & given.keys()}
-    if isinstance(changes.get("stop"), list):
-        changes["stop"] = tuple(changes["stop"])
+    if isinstance(stop := changes.get("stop"), str | list):
+        changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     try:
+        changes["grammar"] = asked_grammar(given)
         if isinstance(changes.get("logit_bias"), dict):  # JSON has texts for keys
             changes["logit_bias"] = {_whole("logit_bias", key): bias for key, bias in changes["logit_bias"].items()}
         sampling = replace(base, **changes)
@@ -188,6 +190,9 @@ def answer_file(
     prompts = read_prompts(source)
     done = read_finished(target).ids
     requests = [_checked_request(engine, each, sampling, source) for each in prompts if each.id not in done]
+    if beams > 1:
+        for request in requests:
+            refuse_for_beams(request)
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Answer, Output, Request
+from tightfit.serve.requests.request import Answer, Output, Request
 
 Work = Callable[[Engine], Any]
 

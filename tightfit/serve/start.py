@@ -1,8 +1,7 @@
 """From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
 
 import importlib.util
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,17 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.kernels.triton_support import HAS_TRITON
-from tightfit.models.generate import check_numbers, prompt_tokens
-from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
-from tightfit.serve.adapters import load_adapters
-from tightfit.serve.compiler import Compiler
+from tightfit.models.generate import check_numbers
+from tightfit.models.loading import SMOLLM2, LoadedModel, load_model, load_source_tokenizer, source_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
-from tightfit.serve.sampling import Sampling
-from tightfit.serve.streams import text_streams
+from tightfit.serve.forward.adapters import load_adapters
+from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
+from tightfit.serve.ranks.share import Spread, check_spread, find_meeting, join, load_share
 
 OWN_RUN = "runs/stdlib"
 """What `make run` trains."""
-
-WORTH_A_COPY = 256
-"""Tokens of an answer from which making a copy of the weights in 16 bits takes less time than it saves."""
 
 
 def default_model() -> str:
@@ -59,7 +54,7 @@ def start_engine(
     compiler: Compiler | None = None,
 ) -> tuple[LoadedModel, Engine]:
     """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU (but for products
-    with 4-bit codes: int4_weight.py).
+    with 4-bit codes: weights/int4.py).
 
     `compiler` may have been started before, and is closed; without one there is one where it is needed.
     """
@@ -80,40 +75,41 @@ def start_engine(
     return loaded, engine
 
 
-def sample_streams(
-    loaded: LoadedModel, text: str, sampling: Sampling, *, count: int = 1, chat: bool = False
-) -> list[Iterator[str]]:
-    """`count` continuations of `text` (with `chat`, answers to it) by an engine just large enough for them."""
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
-    if not text.strip():
-        raise UserError("the prompt is empty; give some text with -p")
-    return token_streams(loaded, prompt_tokens(tokenizer, text, chat=chat), sampling, count=count)
-
-
-def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *, count: int = 1) -> list[Iterator[str]]:
-    """The same of a prompt that has been tokenized."""
-    tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
-    assert tokenizer is not None, "whose prompt is this?"
-    check_numbers(loaded.model)
-    if len(prompt) + sampling.max_tokens > positions > len(prompt):
-        left = positions - len(prompt)
-        print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
-    longest = min(len(prompt) + sampling.max_tokens, positions)
-    config = EngineConfig(
-        max_sequences=count,
-        step_tokens=max(2048, count),
-        max_length=max(longest, 1),
-        graphs=False,
-        packed_products=not loaded.exact,
-        rounded_weights=loaded.rounded,
-        half_weights=sampling.max_tokens >= WORTH_A_COPY,
-    )
-    request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
-    return text_streams(Engine(loaded.model, tokenizer, config), request)
-
-
 def gpu_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 from Ampere on, float16 before."""
     return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+
+
+def check_ranks(
+    source: str, spread: Spread, device: str, *, adapters: bool, draft: str | None, skip: int | None
+) -> None:
+    """Refuse what ranks cannot do, before any is started."""
+    if adapters:
+        raise UserError("--adapter is for a model on one rank; leave out --tensor and --pipeline, or merge the adapter")
+    if draft:
+        raise UserError("--draft is for a model on one rank; leave out --tensor and --pipeline, or use --lookup")
+    if skip:
+        raise UserError("--skip is for a model on one rank; leave out --tensor and --pipeline, or use --lookup")
+    check_spread(source_spec(source), spread, pick_device(device))
+
+
+def start_first_rank(
+    source: str, config: EngineConfig, spread: Spread, store: object, device: str
+) -> tuple[LoadedModel, Engine]:
+    """The engine of rank 0; the others must be starting."""
+    steps = _steps(0, source, config, spread, store, device)
+    tokenizer = load_source_tokenizer(source)
+    model = steps.share.model
+    return LoadedModel(model, tokenizer, source), Engine(model, tokenizer, config, ranks=RankRunner(steps))
+
+
+def run_other_rank(index: int, source: str, config: EngineConfig, spread: Spread, port: int, device: str) -> None:
+    """Rank `index` + 1, until rank 0 has ended."""
+    torch.set_num_threads(1)
+    follow(_steps(index + 1, source, config, spread, find_meeting(port, spread.ranks), device))
+
+
+def _steps(rank: int, source: str, config: EngineConfig, spread: Spread, store: object, device: str) -> RankSteps:
+    own = join(spread, rank, store, pick_device(device))
+    dtype = torch.float32 if own.type == "cpu" else gpu_dtype(own)
+    return RankSteps(load_share(source, spread, own, dtype), config)

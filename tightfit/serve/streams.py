@@ -1,10 +1,54 @@
-"""The answers to one request as streams of text, for whoever has no event loop."""
+"""Answers as streams of text, for whoever has no event loop: of an engine, or of one made for a prompt."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
+from tightfit.errors import UserError
+from tightfit.models.generate import check_numbers, prompt_tokens
+from tightfit.models.loading import LoadedModel
+from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.request import Request
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+
+WORTH_A_COPY = 256
+"""Tokens of an answer from which making a copy of the weights in 16 bits takes less time than it saves."""
+
+
+def sample_streams(
+    loaded: LoadedModel, text: str, sampling: Sampling, *, count: int = 1, chat: bool = False
+) -> list[Iterator[str]]:
+    """`count` continuations of `text` (with `chat`, answers to it) by an engine just large enough for them."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise UserError(f"{loaded.source} has no tokenizer, so it cannot continue text")
+    if not text.strip():
+        raise UserError("the prompt is empty; give some text with -p")
+    return token_streams(loaded, prompt_tokens(tokenizer, text, chat=chat), sampling, count=count)
+
+
+def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *, count: int = 1) -> list[Iterator[str]]:
+    """The same of a prompt that has been tokenized."""
+    tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
+    assert tokenizer is not None, "whose prompt is this?"
+    check_numbers(loaded.model)
+    if len(prompt) + sampling.max_tokens > positions > len(prompt):
+        left = positions - len(prompt)
+        print(f"tightfit: {sampling.max_tokens} tokens do not fit the {left} positions that are left", file=sys.stderr)
+    longest = min(len(prompt) + sampling.max_tokens, positions)
+    config = EngineConfig(
+        max_sequences=count,
+        step_tokens=max(2048, count),
+        max_length=max(longest, 1),
+        graphs=False,
+        packed_products=not loaded.exact,
+        rounded_weights=loaded.rounded,
+        half_weights=sampling.max_tokens >= WORTH_A_COPY,
+    )
+    request = Request(id="sample", prompt=prompt, sampling=replace(sampling, stop_ids=tokenizer.stop_ids), count=count)
+    return text_streams(Engine(loaded.model, tokenizer, config), request)
 
 
 def text_streams(engine: Engine, request: Request) -> list[Iterator[str]]:

@@ -23,8 +23,8 @@ from tightfit.plan.answer import Answer, Question, answer
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_levers
 from tightfit.plan.host_room import usable_host_bytes
-from tightfit.plan.pins import Pins
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.pins import Pins
 from tightfit.train.distillation import teacher_spec
 from tightfit.train.precision import choose_device, choose_precision
 

@@ -1,7 +1,7 @@
 """The number format a trained model is evaluated and sampled in: never narrower than its weights unless one asks.
 
 On a GPU that is the format the weights are stored in. On a CPU it is float32, which holds every narrower weight exactly
-and is at least as fast; products with 4-bit codes excepted (serve/int4_weight.py), unless float32 is asked for. GGUF
+and is at least as fast; products with 4-bit codes excepted (serve/weights/int4.py), unless float32 is asked for. GGUF
 files, whose other weights are unpacked anyway, are computed in float32 everywhere.
 """
 

@@ -25,8 +25,8 @@ from tightfit.memory.formulas.training import peak
 from tightfit.memory.ledger import Component, Ledger, Line, Phase
 from tightfit.plan.cost import Costs
 from tightfit.plan.host_room import usable_host_bytes
-from tightfit.plan.search import cheapest_that_fits
-from tightfit.plan.space import SearchSpace
+from tightfit.plan.search.search import cheapest_that_fits
+from tightfit.plan.search.space import SearchSpace
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 EXIT_CODE = 3

@@ -16,7 +16,7 @@ from tightfit.models.gguf.model import smollm2_path
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
-from tightfit.serve.cpu_codes import hold_for_cpu
+from tightfit.serve.weights.cpu_codes import hold_for_cpu
 
 DECLARATION = """\
 When in the Course of human events, it becomes necessary for one people to dissolve the political bands which have \

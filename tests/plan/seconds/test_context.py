@@ -6,7 +6,7 @@ from tests.plan.questions import question
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs
-from tightfit.plan.seconds.context import MERGED_SHARE, HeadExchange, Ring
+from tightfit.plan.seconds.context import MERGED_SHARE, HeadExchange, Ring, exchanged_numbers
 from tightfit.plan.seconds.overlap import CONTENTION
 
 BYTES_S = 3e12
@@ -79,7 +79,6 @@ def test_an_exchange_sends_all_but_its_own_part_and_copies_everything_once() -> 
 
 def test_few_key_heads_are_sent_repeatedly() -> None:
     """Sixteen ranks get one of eight key heads each: as many bytes as sixteen heads would be."""
-    asked = question("llama-3.1-8b", "2x8xH100-80GB", 32768, 8)
-    costs = Costs(asked.workload, asked.machine)
-    few, enough = (costs.of(Layout(context=c))._exchanged_numbers()[1] * c for c in (16, 8))
+    workload = question("llama-3.1-8b", "2x8xH100-80GB", 32768, 8).workload
+    few, enough = (exchanged_numbers(workload, Layout(context=c), 32768 / c)[1] * c for c in (16, 8))
     assert few == 2 * enough

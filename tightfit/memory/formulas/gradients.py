@@ -68,11 +68,21 @@ class Gradients(NamedTuple):
 
 
 def make_gradients(
-    layout: Layout, levers: Levers, stage: StageMemory, states: States, *, sums_whole: bool, summed: int
+    layout: Layout,
+    levers: Levers,
+    stage: StageMemory,
+    states: States,
+    *,
+    sums_whole: bool,
+    summed: int,
+    begun_share: float = 1.0,
 ) -> Gradients:
-    """Of a rank that sums `summed` micro-batches; `sums_whole`: whole gradients, though weights are sharded."""
+    """Of a rank that sums `summed` micro-batches, so far of `begun_share` of its layers; `sums_whole`: whole gradients,
+    though weights are sharded."""
     element_bytes, owned, is_limited = states.element_bytes, states.owned, bounds_gradients(levers)
     earlier_bytes = _earlier_bytes(layout, stage, states, summed)
+    if begun_share < 1:
+        earlier_bytes -= round((1 - begun_share) * earlier_bytes * stage.layer_weights / stage.weights)
     grows = not earlier_bytes and (is_limited or not levers.update_in_backward)
     grown_bytes = _grown_bytes(layout, stage, states, sums_whole=sums_whole) if grows else 0
     if has_buckets(layout) and summed == 1:  # in which experts apart are not

@@ -9,7 +9,9 @@ kept meanwhile, as is what the stage sent on:
     zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long,
                                                           on rank r those of min(M, r + 1) micro-batches)
     2bw          K − r on rank r, from one step into the next (Narayanan et al. 2021b, PipeDream-2BW)
-    zb-v         min(M, 2 K − r − 1) + min(M, r + 1) pieces of a rank's two (Qi et al. 2024): K micro-batches
+    zb-v         min(M, 2 K − r − 1) on the way down and min(M, r + 1) on the way up (Qi et al. 2024): 2 K pieces
+
+Pieces of one rank differ in size: the last stage has the output projection and fewer layers.
 """
 
 from functools import lru_cache
@@ -30,6 +32,8 @@ class RankSpan(NamedTuple):
     rank: int
     first: int
     last: int
+    pieces: tuple[int, ...]
+    """So many of them in each of its stages."""
     has_embedding: bool
     has_head: bool
 
@@ -41,26 +45,34 @@ class RankSpan(NamedTuple):
 def rank_spans(spec: ModelSpec, length: int, layout: Layout) -> tuple[RankSpan, ...]:
     """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
     if layout.pipeline == 1:
-        return (RankSpan(rank=0, first=0, last=spec.layers, has_embedding=True, has_head=True),)
+        whole = RankSpan(rank=0, first=0, last=spec.layers, pieces=(spec.layers,), has_embedding=True, has_head=True)
+        return (whole,)
     return _rank_spans(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
 
 
 @lru_cache(maxsize=4096)
 def _rank_spans(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[RankSpan, ...]:
-    counts = layer_counts(spec, length, pipeline, pieces, in_v=in_v)
-    lasts, head_rank = tuple(accumulate(counts)), 0 if in_v else pipeline - 1
+    layers_of = _layers_of_pieces(spec, length, pipeline, pieces, in_v=in_v)
+    lasts, head_rank = accumulate(map(sum, layers_of)), 0 if in_v else pipeline - 1
     return tuple(
-        RankSpan(rank, first=last - count, last=last, has_embedding=rank == 0, has_head=rank == head_rank)
-        for rank, (count, last) in enumerate(zip(counts, lasts, strict=True))
+        RankSpan(rank, last - sum(own), last, pieces=own, has_embedding=rank == 0, has_head=rank == head_rank)
+        for rank, (own, last) in enumerate(zip(layers_of, lasts, strict=True))
     )
 
 
 @lru_cache(maxsize=4096)
 def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool = False) -> tuple[int, ...]:
     """How many layers each pipeline rank has."""
+    return tuple(map(sum, _layers_of_pieces(spec, length, pipeline, pieces, in_v=in_v)))
+
+
+def _layers_of_pieces(
+    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
+) -> tuple[tuple[int, ...], ...]:
+    """How many layers each stage of each pipeline rank has."""
     spans = cut(spec, length, pipeline * pieces)
     stages = (stages_of_rank(rank, pipeline, pieces, in_v=in_v) for rank in range(pipeline))
-    return tuple(sum(spans[stage][1] - spans[stage][0] for stage in own) for own in stages)
+    return tuple(tuple(spans[stage][1] - spans[stage][0] for stage in own) for own in stages)
 
 
 def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
@@ -97,24 +109,26 @@ def _first_alike(spec: ModelSpec, spans: tuple[RankSpan, ...], *, every: int, co
     found = []
     for rank, span in enumerate(spans):
         kinds = ((*spec.traits_of(layer), layer in recomputed) for layer in range(span.first, span.last))
-        found.append(first.setdefault((span.has_embedding, span.has_head, *kinds), rank))
+        found.append(first.setdefault((span.has_embedding, span.has_head, span.pieces, *kinds), rank))
     return tuple(found)
 
 
-def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
-    """Pieces of the model (a rank's layers / stages_per_rank) whose activations rank `rank` keeps at the fullest."""
+def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches whose activations rank `rank` keeps at the fullest, of each of its stages."""
     K, v = layout.pipeline, layout.stages_per_rank
     if K == 1:
-        return 1
+        return (1,)
     if layout.schedule == "gpipe" or (layout.schedule == "1f1b" and micro_batches < K):  # as pipeline_engine.py
-        return micro_batches
+        return (micro_batches,)
     if layout.schedule in ("1f1b", "2bw"):
-        return min(micro_batches, K - rank)
+        return (min(micro_batches, K - rank),)
     if layout.schedule == "zero-bubble":
-        return min(micro_batches, K)
+        return (min(micro_batches, K),)
     if layout.schedule == "zb-v":
-        return min(micro_batches, 2 * K - rank - 1) + min(micro_batches, rank + 1)
-    return min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1)
+        return min(micro_batches, 2 * K - rank - 1), min(micro_batches, rank + 1)
+    # Forwards take turns: K micro-batches in one stage, then in the next.
+    turns, begun = divmod(min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1), K * v)
+    return tuple(turns * K + min(K, max(0, begun - stage * K)) for stage in range(v))
 
 
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
@@ -124,4 +138,4 @@ def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
     """
     if layout.has_two_versions:
         return False
-    return pieces_in_flight(layout, rank, micro_batches) >= micro_batches * layout.stages_per_rank
+    return sum(pieces_in_flight(layout, rank, micro_batches)) >= micro_batches * layout.stages_per_rank

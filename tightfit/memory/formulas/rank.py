@@ -1,5 +1,6 @@
 """RankMemory: everything that the moments of a step on one pipeline rank are made of."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -77,7 +78,15 @@ def rank_memory(
         stage=stage,
         loss=loss,
         states=states,
-        gradients=make_gradients(layout, levers, stage, states, sums_whole=weights.sums_whole, summed=in_flight.summed),
+        gradients=make_gradients(
+            layout,
+            levers,
+            stage,
+            states,
+            sums_whole=weights.sums_whole,
+            summed=in_flight.summed,
+            begun_share=in_flight.begun_share,
+        ),
         weights=weights,
         other_micro_batches_bytes=in_flight.other_bytes,
         arriving_bytes=one_checkpoint_bytes,
@@ -174,7 +183,7 @@ def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int)
     """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
     if not stage.offloaded:
         return 0
-    pieces = max(1, pieces_in_flight(layout, stage.span.rank, micro_batches))
+    pieces = max(1, sum(pieces_in_flight(layout, stage.span.rank, micro_batches)))
     return pieces * ceil(stage.offloaded, layout.stages_per_rank)
 
 
@@ -185,6 +194,8 @@ class InFlight(NamedTuple):
     """What micro-batches other than the one at work keep."""
     summed: int
     """Of how many micro-batches gradients are summed by its end; with one, there are none from before."""
+    begun_share: float = 1.0
+    """Of its layers, those that have gradients from before."""
     gone_bytes: int | None = None
     """Where that is its first backward: how much less is kept once gradients of all its layers are there."""
 
@@ -197,23 +208,46 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = loss.kept if stage.span.has_head else 0
     pieces = pieces_in_flight(layout, rank, micro_batches)
-    other_bytes = each_bytes * max(0, pieces - chunks) // chunks
+    other_bytes = _beside_one(stage, pieces, each_bytes)
     if layout.schedule == "zb-v":
-        other_bytes = max(other_bytes, _ending_of_a_v(layout, stage, micro_batches, each_bytes))
+        other_bytes = max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))
     elif layout.schedule == "zero-bubble" and rank:
         waiting = min(micro_batches, rank + 1)
         other_bytes += waiting * stage.for_weights_bytes + (waiting - 1) * loss_bytes
     elif chunks == 1:  # the last rank has several losses only where all forwards come first
-        other_bytes += (pieces - 1) * loss_bytes
+        other_bytes += (sum(pieces) - 1) * loss_bytes
     if micro_batches == 1 or not forwards_come_first(layout, rank, micro_batches):
-        return InFlight(other_bytes, micro_batches)
+        # Some micro-batches go backward through a rank's last stage before any does through another.
+        first_backwards = 2 * layout.pipeline - 1 - rank if layout.in_v else layout.pipeline
+        is_early = chunks > 1 and micro_batches <= first_backwards
+        return InFlight(other_bytes, micro_batches, stage.span.pieces[-1] / sum(stage.span.pieces) if is_early else 1.0)
     # Interleaved, a rank's first piece begins after K backwards of each later one.
     gone_pieces = (chunks - 1) * layout.pipeline + 1
-    return InFlight(other_bytes, 1, gone_pieces * each_bytes // chunks + loss_bytes)
+    return InFlight(other_bytes, 1, gone_bytes=gone_pieces * each_bytes // chunks + loss_bytes)
 
 
-def _ending_of_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> int:
-    """When forwards are over: K + r pieces, of which 2 r + 1 wait for weights."""
+def _of_stages(stage: StageMemory, pieces: tuple[int, ...], bytes_of_all: int) -> int:
+    """What `pieces` micro-batches of each stage keep, if one keeps `bytes_of_all` in all of them: by their layers."""
+    layers_kept = sum(count * layers for count, layers in zip(pieces, stage.span.pieces, strict=True))
+    return bytes_of_all * layers_kept // sum(stage.span.pieces)
+
+
+def _beside_one(stage: StageMemory, pieces: tuple[int, ...], bytes_of_all: int) -> int:
+    """The same without the micro-batch at work."""
+    return max(0, _of_stages(stage, pieces, bytes_of_all) - bytes_of_all)
+
+
+def _later_in_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> Iterator[int]:
+    """A V after its loss: one more micro-batch down and one less up, of which one waits for weights; and when forwards
+    are over, K down and r up, of which r + 1 and r wait."""
     rank, ranks = stage.span.rank, layout.pipeline
-    pieces, waiting = min(2 * micro_batches, ranks + rank), min(2 * micro_batches, 2 * rank + 1)
-    return (max(0, pieces - 2) * each_bytes + waiting * stage.for_weights_bytes) // 2
+    moments = [((ranks, rank), (rank + 1, rank))]
+    if not stage.span.has_head:
+        moments.append(((2 * ranks - rank, rank), (1, 0)))
+    for kept, waiting in moments:
+        kept_bytes = _beside_one(stage, _at_most(micro_batches, kept), each_bytes)
+        yield kept_bytes + _of_stages(stage, _at_most(micro_batches, waiting), stage.for_weights_bytes)
+
+
+def _at_most(micro_batches: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(micro_batches, count) for count in counts)

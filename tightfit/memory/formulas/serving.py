@@ -72,7 +72,7 @@ def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, form: CacheFo
 def stored_vectors(spec: ModelSpec) -> tuple[int, int, int]:
     """What a layer's cache has of one token: kinds of vectors (keys, values), heads of each, and their width.
 
-    Of latent attention it is one vector, which keys and values of all heads are made of (serve/latent_cache.py).
+    Of latent attention it is one vector, which keys and values of all heads are made of (serve/cache/latent.py).
     """
     if spec.latent is not None:
         return 1, 1, spec.latent.kv_rank + spec.latent.rope_dim

@@ -73,7 +73,7 @@ class QuantizedDirectory:
             if f"{module}.{suffix}" in self._file_of
         }
         scheme = self.scheme(module)
-        weight = self.format.decode(tensors, scheme, module)
+        weight = self.format.read(tensors, scheme, module)
         wide = plain_files._shape(link, self.shapes)
         wanted = wide[::-1] if link.transposed else wide
         scales = (weight.shape[0], scheme.groups(weight.shape[1])) if scheme.group >= 0 else (1, 1)

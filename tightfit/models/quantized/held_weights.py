@@ -115,7 +115,7 @@ def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
     described = config.get("quantization_config") if isinstance(config, dict) else None
     if not tensors:
         return None
-    if isinstance(described, dict) and described.get("quant_method") in HELD:
+    if isinstance(described, dict) and str(described.get("quant_method")) in HELD:
         return _quantized(tensors, described, spec)
     if isinstance(config, dict) and "low_rank" in config:
         return HeldWeights(0, _plain_bytes(tensors, spec), 0, "low rank")

@@ -99,7 +99,8 @@ class Scheme:
     def held_bytes(self, outputs: int, inputs: int) -> int:
         """The same in memory (linear.py): a zero point takes a byte there, and the mean of NF4's scales four."""
         groups = self.groups(inputs)
-        narrow = 0 if self.outliers else outputs * groups - self._zero_bytes(outputs, groups)
+        points = 1 if self.group < 0 else outputs * groups
+        narrow = 0 if self.outliers else points - self._zero_bytes(outputs, groups)
         return self.weight_bytes(outputs, inputs) + (0 if self.symmetric else narrow) + 4 * (self.kind == "nf4")
 
     def expanded_bytes(self, outputs: int, inputs: int) -> int:
@@ -120,8 +121,10 @@ class Scheme:
         return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
 
     def _zero_bytes(self, outputs: int, groups: int) -> int:
-        """Zero points in files, packed as codes are."""
-        return 0 if self.symmetric else -(-outputs * self.bits // WORD) * 4 * groups
+        """Zero points in files, packed as codes are; one for the tensor takes a byte."""
+        if self.symmetric or self.group < 0:
+            return 0 if self.symmetric else 1
+        return -(-outputs * self.bits // WORD) * 4 * groups
 
     def _scale_bytes(self, outputs: int, groups: int) -> int:
         count = outputs * groups

@@ -30,7 +30,11 @@ def frozen_products(workload: Workload, rates: Rates, products: Products, tokens
     adapted = workload.adapted
     assert adapted is not None
     shapes = linear_shapes(workload.spec)
-    more = {name: _forward_s(adapted, name, shape, workload, rates, tokens) for name, shape in shapes.items()}
+
+    def beyond_s(name: Projection, numbers: float) -> float:
+        return _beyond_frozen_s(adapted, name, shapes[name], workload, rates, numbers)
+
+    more = {name: beyond_s(name, tokens * (inputs + 2 * outputs)) for name, (outputs, inputs) in shapes.items()}
     weights = sum(outputs * inputs for outputs, inputs in shapes.values())
     forward = replace(
         products,
@@ -40,7 +44,7 @@ def frozen_products(workload: Workload, rates: Rates, products: Products, tokens
         down_s=products.down_s + more["down"],
         weights_once_s=products.weights_once_s * sum(adapted.matrices(workload.spec)) / weights,
     )
-    backward_s = sum(_backward_s(adapted, name, shape, workload, rates, tokens) for name, shape in shapes.items())
+    backward_s = sum(beyond_s(name, tokens * (2 * outputs + 3 * inputs)) for name, (outputs, inputs) in shapes.items())
     return forward, products.forward_s + backward_s
 
 
@@ -54,26 +58,14 @@ def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, r
     return slower * outputs * inputs * (scheme.bits / 8 + passes * element_bytes) / rates.bytes_s
 
 
-def _forward_s(
-    adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, tokens: float
+def _beyond_frozen_s(
+    adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, numbers: float
 ) -> float:
-    """Beyond the product with the frozen matrix."""
-    outputs, inputs = shape
+    """Beyond the product with the frozen matrix: its expansion, and `numbers` that an adapter reads or writes."""
     expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
     if name not in adapted.projections:
         return expanded_s
-    return expanded_s + NARROW * tokens * (inputs + 2 * outputs) * workload.weight_bytes / rates.bytes_s
-
-
-def _backward_s(
-    adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, tokens: float
-) -> float:
-    """Beyond the gradient of the input through the frozen matrix."""
-    outputs, inputs = shape
-    expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
-    if name not in adapted.projections:
-        return expanded_s
-    return expanded_s + NARROW * tokens * (2 * outputs + 3 * inputs) * workload.weight_bytes / rates.bytes_s
+    return expanded_s + NARROW * numbers * workload.weight_bytes / rates.bytes_s
 
 
 def adapter_launch(workload: Workload) -> Launch:

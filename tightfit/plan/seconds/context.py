@@ -14,11 +14,15 @@ efficient.
 
 from dataclasses import dataclass
 
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.groups import MakeGroup
 from tightfit.plan.seconds.overlap import with_contention_s
 
 MERGE_BYTES = 2 * 4 + 2
 """Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
 MERGED_SHARE = 3 / 4
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +72,39 @@ class Ring:
 
     def _merged_s(self, numbers: float) -> float:
         return (self.ranks - 1) * MERGED_SHARE * numbers * MERGE_BYTES / self.bytes_s
+
+
+def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tuple[float, float]:
+    """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
+    spec = workload.spec
+    kv_heads = max(spec.kv_heads / layout.tensor, layout.exchanging)
+    return tokens * spec.query_size / layout.tensor, tokens * 2 * kv_heads * spec.head_dim
+
+
+def head_exchange(
+    group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float
+) -> HeadExchange:
+    """Context ranks that exchange heads of `tokens` tokens, on cards that copy `bytes_s`."""
+    query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
+    ranks = group(layout.tensor, layout.exchanging)
+    qkv_bytes = (query_numbers + key_numbers) * workload.weight_bytes
+    out_bytes = query_numbers * workload.weight_bytes
+    return HeadExchange(
+        sent_s=ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes),
+        copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
+        bytes_s=bytes_s,
+    )
+
+
+def context_ring(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> Ring:
+    """The ring of context ranks, each with `tokens` tokens."""
+    query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
+    ranks = group(layout.tensor * layout.exchanging, layout.ring)
+    return Ring(
+        ranks=layout.ring,
+        send_s=ranks.send_s(key_numbers * workload.weight_bytes),
+        gradient_send_s=ranks.send_s(key_numbers * FLOAT32_BYTES),
+        query_numbers=query_numbers,
+        key_numbers=key_numbers,
+        bytes_s=bytes_s,
+    )

@@ -13,17 +13,13 @@ the buffer that it reduces (`pack_s`). ZeRO-3 keeps the root (embedding and head
 Groups that each hold a copy (`shard_inside`) add up their shards once a step; nothing is taken to hide that.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
-from tightfit.plan.seconds.groups import Group
+from tightfit.plan.seconds.groups import MakeGroup
 from tightfit.plan.seconds.overlap import exposed_s
 from tightfit.plan.seconds.parameters import RankParams
-
-MakeGroup = Callable[[int, int], Group]
-"""From a stride and a size."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ cards at once. Ring collectives wait one hop per member, trees two per doubling;
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tightfit.hardware.links import CALL_US
@@ -60,6 +61,10 @@ class Group:
         if self.size == 1:
             return 0.0
         return self.far_s + payload_bytes / (self.intra_bytes_s if self.local == self.size else self.inter_bytes_s)
+
+
+MakeGroup = Callable[[int, int], Group]
+"""From a stride and a size."""
 
 
 def make_group(machine: Machine, stride: int, size: int) -> Group:

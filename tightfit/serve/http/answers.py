@@ -2,13 +2,13 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.http.tools import found_calls
-from tightfit.serve.request import Answer, Output, TokenChance
+from tightfit.serve.requests.request import Answer, Output, TokenChance
 
 Json = dict[str, Any]
 REASONS = {"stop": "stop", "length": "length", "cancelled": "stop", None: None}
@@ -48,15 +48,16 @@ class Writer:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Answer], usage: Usage, before: str = "") -> Json:
-        """All answers at once; `before` is put in front of each (echo)."""
+    def whole(self, answers: Sequence[Answer], usage: Usage, echo: Callable[[int], str] = lambda index: "") -> Json:
+        """All answers at once, after what `echo` says of each."""
         kind = "chat.completion" if self.chat else "text_completion"
-        choices = [self._choice(index, answer, before) for index, answer in enumerate(answers)]
+        choices = [self._choice(index, answer, echo(index)) for index, answer in enumerate(answers)]
         return self._head(kind) | {"choices": choices, "usage": usage.to_json()}
 
-    def opening(self, index: int) -> Json:
-        """The first piece of a chat's stream, which says who speaks."""
-        return self._piece(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
+    def opening(self, index: int, before: str = "") -> Json:
+        """The first piece of a chat's stream, which says who speaks; of a completion, what it begins with."""
+        added: Json = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": before}
+        return self._piece(index, added, None, None)
 
     def piece(self, index: int, output: Output) -> Json:
         """What one step added."""
@@ -106,9 +107,9 @@ class Writer:
             return None
         if not self.chat:
             return {
-                "tokens": [self._text(each.token) for each in chances],
+                "tokens": [self._name(each.token) for each in chances],
                 "token_logprobs": [each.logprob for each in chances],
-                "top_logprobs": [{self._text(token): p for token, p in each.top} for each in chances],
+                "top_logprobs": [{self._name(token): p for token, p in each.top} for each in chances],
                 "text_offset": [],
             }
         return {
@@ -120,11 +121,16 @@ class Writer:
         }
 
     def _named(self, token: int, logprob: float) -> Json:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text = self.tokenizer.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(self.tokenizer.token_bytes(token))}
 
-    def _text(self, token: int) -> str:
-        return self.tokenizer.decode([token])
+    def _name(self, token: int) -> str:
+        """A token's text, or its bytes where they are no whole characters, which many have in common."""
+        own = self.tokenizer.token_bytes(token)
+        try:
+            return own.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:

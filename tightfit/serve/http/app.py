@@ -19,23 +19,30 @@ from torch import Tensor
 
 from tightfit import __version__
 from tightfit.errors import UserError
+from tightfit.models.embedding import embed
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.embedding import embed
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.conversation import chat_tokens
 from tightfit.serve.http.guards import Guards, ServerLimits
 from tightfit.serve.http.hang_up import until_gone
 from tightfit.serve.http.metrics import prometheus, stats
-from tightfit.serve.http.protocol import COMPLETION_TOKENS, ChatBody, CompletionBody, EmbeddingBody, as_token_lists
+from tightfit.serve.http.protocol import (
+    COMPLETION_TOKENS,
+    MOST_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    as_token_lists,
+    echoed,
+)
 from tightfit.serve.http.streaming import Asking, EventStream, streamed
 from tightfit.serve.http.tools import forced_grammar, offered
-from tightfit.serve.request import Answer
-from tightfit.serve.request import Request as EngineRequest
+from tightfit.serve.requests.request import Answer
+from tightfit.serve.requests.request import Request as EngineRequest
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 CLIENT_GONE = 499
-MOST_PROMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -141,19 +148,21 @@ def _add_generation(app: FastAPI, served: Served) -> None:
             body.max_tokens = body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(tokenizer, longest, logprobs, forced_grammar(body))
-        prompts = [await asyncio.to_thread(chat_tokens, body, tokenizer)]
+        prompts = [await asyncio.to_thread(chat_tokens, body, tokenizer, longest)]
         writer = Writer(adapter or served.name, tokenizer, chat=True, reads_calls=bool(offered(body)))
         return await _answered(served, Asking(body, prompts, sampling, writer, adapter), request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         adapter = served.adapter_of(body.model)
-        prompts = await asyncio.to_thread(as_token_lists, body.prompt, tokenizer)
+        prompts = await asyncio.to_thread(as_token_lists, body.prompt, tokenizer, longest)
         if not 1 <= len(prompts) <= MOST_PROMPTS:
             raise UserError(f"there are {len(prompts)} prompts; give 1 to {MOST_PROMPTS}")
+        body.refuse_unranked()
         sampling = body.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
         writer = Writer(adapter or served.name, tokenizer, chat=False)
-        return await _answered(served, Asking(body, prompts, sampling, writer, adapter), request)
+        echoes = tuple(echoed(body.prompt, tokenizer)) if body.echo else ()
+        return await _answered(served, Asking(body, prompts, sampling, writer, adapter, echoes), request)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
@@ -178,9 +187,7 @@ async def _answered(served: Served, asking: Asking, request: Request) -> Respons
     usage = Usage(sum(len(each.prompt) for each in asking.requests))
     usage.answer = sum(len(answer.tokens) for answer in answers)
     usage.cached = sum(answer.cached for answer in answers)
-    echoes = isinstance(asking.body, CompletionBody) and asking.body.echo
-    before = served.tokenizer.decode(asking.requests[0].prompt) if echoes and len(asking.requests) == 1 else ""
-    return JSONResponse(asking.writer.whole(answers, usage, before))
+    return JSONResponse(asking.writer.whole(answers, usage, asking.echo))
 
 
 async def _gathered(service: Service, requests: list[EngineRequest], seconds: float) -> list[Answer]:
@@ -200,7 +207,7 @@ async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
         raise UserError("embeddings need a model that is whole on one rank; serve it without --tensor and --pipeline")
     if body.input == "" or (isinstance(body.input, list) and "" in body.input):
         raise UserError("input has an empty text; give texts with something in them")
-    texts = await asyncio.to_thread(as_token_lists, body.input, served.tokenizer)
+    texts = await asyncio.to_thread(as_token_lists, body.input, served.tokenizer, engine.max_length)
     if not 1 <= len(texts) <= MOST_PROMPTS:
         raise UserError(f"input has {len(texts)} texts; give 1 to {MOST_PROMPTS}")
     for tokens in texts:

@@ -4,17 +4,20 @@ from typing import Any
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Message, Tokenizer
-from tightfit.serve.http.protocol import ChatBody
+from tightfit.serve.http.protocol import ChatBody, refuse_endless
 from tightfit.serve.http.tools import offered
 
 
-def chat_tokens(body: ChatBody, tokenizer: Tokenizer) -> list[int]:
-    """The conversation in the model's own template, up to where the answer begins."""
+def chat_tokens(body: ChatBody, tokenizer: Tokenizer, room: int) -> list[int]:
+    """The conversation in the model's own template, up to where the answer begins; refused beyond `room` tokens."""
     messages = [_message(each, index) for index, each in enumerate(body.messages)]
     tools = [tool.model_dump() for tool in offered(body)]
     if tools and "tools" not in (tokenizer.chat_template or ""):
         raise UserError("the model's chat template has no tools; leave `tools` out or give another model")
-    rendered = tokenizer.render_chat(messages, add_generation_prompt=True, tools=tools or None)
+    rendered = tokenizer.render_chat(
+        messages, add_generation_prompt=True, tools=tools or None, settings=body.chat_template_kwargs
+    )
+    refuse_endless(rendered, tokenizer, room)
     return tokenizer.encode(rendered, parse_special=True)
 
 

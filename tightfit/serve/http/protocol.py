@@ -4,19 +4,30 @@ Fields that OpenAI's interface lacks have the names other servers gave them (top
 fields are passed over, as clients send many. Values are checked where they are used, in `Sampling`.
 """
 
-import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.grammar import Grammar
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.grammar import FORMS, Grammar, asked_grammar
+from tightfit.serve.requests.sampling import Sampling
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chats go on until they are over."""
 MOST_STOPS = 16
+MOST_PROMPTS = 64
+
+
+def _few(given: Any) -> Any:
+    """Refuse a long list of texts before each is looked at."""
+    if isinstance(given, list) and len(given) > MOST_PROMPTS and type(given[0]) is not int:
+        raise ValueError(f"there are {len(given)} texts; give 1 to {MOST_PROMPTS}")
+    return given
+
+
+Texts = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_few)]
+"""One text or several, as they are or as tokens."""
 
 
 class Lenient(BaseModel):
@@ -95,21 +106,7 @@ class Generation(Lenient):
 
     def grammar(self) -> Grammar | None:
         """The form asked for, in whichever of the ways there are."""
-        if self.guided_regex is not None:
-            return Grammar("regex", self.guided_regex)
-        if self.guided_grammar is not None:
-            return Grammar("lark", self.guided_grammar)
-        if self.guided_json is not None:
-            given = self.guided_json
-            return Grammar("json_schema", given if isinstance(given, str) else json.dumps(given))
-        asked = self.response_format
-        if asked is None or asked.type == "text":
-            return None
-        if asked.type == "json_object":
-            return Grammar("json")
-        if asked.json_schema is None:
-            raise UserError("response_format is of type json_schema, but has no json_schema")
-        return Grammar("json_schema", json.dumps(asked.json_schema.get("schema", {})))
+        return asked_grammar(self.model_dump(include=set(FORMS)))
 
     def _stops(self) -> tuple[str, ...]:
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -121,9 +118,20 @@ class Generation(Lenient):
 class CompletionBody(Generation):
     """/v1/completions"""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = ""
+    prompt: Texts = ""
     logprobs: int | None = None
     echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def refuse_unranked(self) -> None:
+        """Refuse what would change the answer and is not done here."""
+        if self.best_of not in (None, self.n):
+            raise UserError(
+                f"best_of is {self.best_of} and n is {self.n}; answers are not ranked here, leave best_of out"
+            )
+        if self.suffix:
+            raise UserError("suffix is given, but answers do not lead up to a text here; leave it out")
 
 
 class Function(Lenient):
@@ -157,20 +165,42 @@ class EmbeddingBody(Lenient):
     """/v1/embeddings"""
 
     model: str = ""
-    input: str | list[str] | list[int] | list[list[int]]
+    input: Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
 
-def as_token_lists(given: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts of a request as tokens, a text after the token that begins texts where the model wants one."""
+def as_token_lists(given: Texts, tokenizer: Tokenizer, room: int) -> list[list[int]]:
+    """The prompts of a request as tokens, a text after the token that begins texts where the model wants one.
+
+    Texts that no `room` tokens can say are refused before they are cut into tokens, which takes seconds a megabyte.
+    """
     from tightfit.models.generate import prompt_tokens
 
+    def tokens(text: str) -> list[int]:
+        refuse_endless(text, tokenizer, room)
+        return prompt_tokens(tokenizer, text, chat=False)
+
     if isinstance(given, str):
-        return [prompt_tokens(tokenizer, given, chat=False)]
+        return [tokens(given)]
     if given and all(isinstance(each, int) for each in given):
         return [[int(each) for each in given]]  # type: ignore[arg-type]
-    return [
-        prompt_tokens(tokenizer, each, chat=False) if isinstance(each, str) else list(each)  # type: ignore[arg-type]
-        for each in given
-    ]
+    return [tokens(each) if isinstance(each, str) else list(each) for each in given]  # type: ignore[arg-type]
+
+
+def echoed(given: Texts, tokenizer: Tokenizer) -> list[str]:
+    """The prompts of a request as text, as they were given where that was text."""
+    if isinstance(given, str):
+        return [_text_of(given, tokenizer)]
+    alone = bool(given) and all(isinstance(each, int) for each in given)
+    return [_text_of(each, tokenizer) for each in ([given] if alone else given)]
+
+
+def _text_of(given: Any, tokenizer: Tokenizer) -> str:
+    return given.encode("utf-8", "replace").decode() if isinstance(given, str) else tokenizer.decode(given)
+
+
+def refuse_endless(text: str, tokenizer: Tokenizer, room: int) -> None:
+    """Refuse a text that is longer than `room` of the longest tokens."""
+    if len(text) > room * tokenizer.longest_token:
+        raise UserError(f"the prompt is {len(text):,} characters long; there is room for {room} tokens, shorten it")

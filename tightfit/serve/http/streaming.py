@@ -12,8 +12,8 @@ from fastapi.responses import StreamingResponse
 
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.protocol import Generation
-from tightfit.serve.request import Answer, Output, Request
-from tightfit.serve.sampling import Sampling
+from tightfit.serve.requests.request import Answer, Output, Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.service import EngineDiedError, Service
 
 DONE = "data: [DONE]\n\n"
@@ -28,6 +28,12 @@ class Asking:
     sampling: Sampling
     writer: Writer
     adapter: str | None = None
+    echoes: tuple[str, ...] = ()
+    """The prompts as text, where answers are to begin with them."""
+
+    def echo(self, choice: int) -> str:
+        """What the text of a choice begins with."""
+        return self.echoes[choice // self.body.n] if self.echoes else ""
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -65,21 +71,28 @@ class EventStream(StreamingResponse):
 
 
 def event(value: Any) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    """One server-sent event. What some clients take for the end of a line, beside a line feed, is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    for end in ("\x85", "\u2028", "\u2029"):
+        text = text.replace(end, f"\\u{ord(end):04x}")
+    return f"data: {text}\n\n"
 
 
 async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[str, None]:
     """The events of all answers. A failure after the first token is an event too, as the status is long sent."""
     usage = Usage(sum(len(each.prompt) for each in asking.requests))
+    begun = False
     try:
         async with contextlib.aclosing(_all_outputs(service, asking, seconds)) as outputs:
             async for text in _written(outputs, asking, usage):
+                begun = True
                 yield text
-    except TimeoutError:
-        yield event(error_body(f"it took longer than {seconds:g} s", "timeout"))
-    except EngineDiedError as error:
-        yield event(error_body(str(error), "server_error"))
+    except (TimeoutError, EngineDiedError) as error:
+        if not begun:
+            raise
+        late = isinstance(error, TimeoutError)
+        told = (f"it took longer than {seconds:g} s", "timeout") if late else (str(error), "server_error")
+        yield event(error_body(*told))
     options = asking.body.stream_options
     if options is not None and options.include_usage:
         yield event(asking.writer.ending(usage))
@@ -92,9 +105,10 @@ async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, u
     begun: set[int] = set()
     async for index, output in outputs:
         usage.add(output)
-        if writer.chat and index not in begun:
+        if index not in begun:
             begun.add(index)
-            yield event(writer.opening(index))
+            if writer.chat or asking.echoes:
+                yield event(writer.opening(index, asking.echo(index)))
         if not writer.reads_calls:
             if output.text or output.finish or output.chances:
                 yield event(writer.piece(index, output))

@@ -10,8 +10,8 @@ import secrets
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.serve.grammar import Grammar
 from tightfit.serve.http.protocol import ChatBody, Tool
+from tightfit.serve.requests.grammar import Grammar
 
 MARKED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
 Call = dict[str, Any]
@@ -48,8 +48,8 @@ def _read(text: str) -> Call | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"].isprintable():
+        return None  # half a surrogate pair is text in JSON, but nowhere else
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, dict):
         return None

@@ -99,8 +99,8 @@ class MasterAdamW:
     ) -> None:
         """`device` is where offloaded states are updated; `seed` is of stochastic rounding.
 
-        `keep_gradient_memory` zeroes gradients after a step instead of freeing them, for DDP, whose buckets they are;
-        those of `in_no_bucket` (experts, of which other ranks hold other ones) are freed.
+        `keep_gradient_memory` zeroes gradients after every step but the first instead of freeing them, for DDP, whose
+        buckets they are; those of `in_no_bucket` (experts, of which other ranks hold other ones) are freed.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
         another rank's (a tied embedding), which the gradient norm must count once. `module` is what runs forward where
         that is not `model`: FSDP2's modules are looked for in it. Parameters `beside` the model's (learned scales) stay
@@ -253,9 +253,8 @@ class MasterAdamW:
         if self.offloading is not None:
             self.offloading.link.flush_deferred()
             if self.keep_gradient_memory and not self.has_stepped:
-                # DDP makes new buckets when the second forward pass begins. Those of the first step are then freed,
-                # unless an update still reads them: both together were 1 GiB more than a 1B model's peak.
                 self.offloading.synchronize()
+                self.drop_gradients()
         self.has_stepped = True
 
     def _update(self, bucket: Bucket, lr: float, factor: Tensor | None) -> None:
@@ -286,7 +285,8 @@ class MasterAdamW:
                 self._free_gradient(parameter)
 
     def _free_gradient(self, parameter: Tensor) -> None:
-        kept = self.keep_gradient_memory and id(parameter) not in self._in_no_bucket
+        # DDP makes new buckets when the second forward pass begins: what still refers to the first ones keeps both.
+        kept = self.keep_gradient_memory and self.has_stepped and id(parameter) not in self._in_no_bucket
         if kept and parameter.grad is not None:
             parameter.grad.zero_()
         else:

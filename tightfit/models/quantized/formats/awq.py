@@ -4,7 +4,7 @@ qweight [in, out / 8] int32    qzeros [groups, out / 8] int32    scales [groups,
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack_awq, unpack_awq
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import FileFormat, one_scheme, stored
+from tightfit.models.quantized.formats.format import NUMBERS, WORDS, FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import Scheme
 
 
@@ -22,6 +22,7 @@ class Awq(FileFormat):
     name = "awq"
     suffixes = ("qweight", "qzeros", "scales")
     marks = ("qweight",)
+    dtypes: ClassVar = {"qweight": WORDS, "qzeros": WORDS, "scales": NUMBERS}
 
     def refuse(self, scheme: Scheme) -> str | None:
         plain = scheme.kind == "int" and not scheme.outliers and scheme.activations is None

@@ -13,7 +13,7 @@ int8, `load_in_8bit`: `weight` int8 [out, in], `SCB` [out] the largest magnitude
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from tightfit.kernels.packing import pack_nibbles, unpack_nibbles
 from tightfit.models.quantized.codebooks import NF4, dynamic_map
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import INT8_SCHEME, NF4_SCHEME
-from tightfit.models.quantized.formats.format import FileFormat, one_scheme, stored
+from tightfit.models.quantized.formats.format import NUMBERS, FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import FIXED_GROUPS, NESTED_BLOCK, Scheme
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -51,6 +51,12 @@ class BitsAndBytes(FileFormat):
         "weight_format",
     )
     marks = (STATE, "SCB")
+    dtypes: ClassVar = {
+        "weight.absmax": (*NUMBERS, torch.uint8),
+        "weight.nested_absmax": NUMBERS,
+        STATE: (torch.uint8,),
+        "SCB": NUMBERS,
+    }
 
     def refuse(self, scheme: Scheme) -> str | None:
         return None if scheme in (NF4_SCHEME, INT8_SCHEME) else "it has NF4 and LLM.int8 only"

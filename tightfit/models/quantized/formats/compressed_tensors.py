@@ -6,6 +6,7 @@
 | | and where asymmetric weight_zero_point int32 [⌈out · bits / 32⌉, groups] |
 | int-quantized, float-quantized | weight int8 or e4m3 [out, in], weight_scale [out, 1]; with rounded activations |
 | | and where these are static input_scale [1] |
+| all of these | with one scale for the tensor weight_scale [1], weight_zero_point int8 [1] less 2^(bits − 1) |
 | mxfp4-pack-quantized | weight_packed uint8 [out, in / 2], low half first, weight_scale uint8 exponents |
 | nvfp4-pack-quantized | the same with e4m3 scales, and weight_global_scale, which divides |
 
@@ -14,7 +15,7 @@ Integers are stored with 2^(bits − 1) added, so that symmetric and asymmetric 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, pack_nibbles, unpack, unpack_nibbles
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.formats.format import FileFormat, stored
+from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
 
 EXPONENT_BIAS = 127
@@ -43,6 +44,14 @@ class CompressedTensors(FileFormat):
         "input_zero_point",
     )
     marks = ("weight_scale",)
+    dtypes: ClassVar = {
+        "weight": (torch.int8, torch.float8_e4m3fn),
+        "weight_packed": (*WORDS, torch.uint8),
+        "weight_scale": (*NUMBERS, torch.uint8, torch.float8_e4m3fn),
+        "weight_shape": SIZES,
+        "weight_zero_point": (*WORDS, torch.int8),
+        "weight_global_scale": NUMBERS,
+    }
 
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind in ("nf4", "binary") or scheme.outliers:
@@ -58,15 +67,13 @@ class CompressedTensors(FileFormat):
         if layout in ("float-quantized", "int-quantized"):
             codes = weight.codes if layout == "float-quantized" else _centred(weight.codes, weight.scheme)
             inputs = {} if weight.input_scale is None else {"input_scale": weight.input_scale}
-            return {"weight": codes, "weight_scale": weight.scale, **inputs}
+            return {"weight": codes, "weight_scale": _file_scale(weight), **inputs}
         made = {
             "weight_packed": pack(weight.codes, weight.scheme.bits),
-            "weight_scale": weight.scale.to(torch.float16 if weight.scheme.group > 0 else torch.float32),
+            "weight_scale": _file_scale(weight),
             "weight_shape": torch.tensor(weight.shape),
         }
-        if weight.zero is not None:
-            made["weight_zero_point"] = pack(weight.zero.T.to(torch.uint8), weight.scheme.bits).T.contiguous()
-        return made
+        return made if weight.zero is None else made | {"weight_zero_point": _file_zero(weight.zero, weight.scheme)}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
         layout, scale = _layout(scheme), stored(tensors, "weight_scale", module)
@@ -79,6 +86,8 @@ class CompressedTensors(FileFormat):
         wide = wide.view(1, 1) if wide.numel() == 1 else wide.reshape(wide.shape[0], -1)
         if layout in ("float-quantized", "int-quantized"):
             codes = stored(tensors, "weight", module)
+            if codes.dtype != (torch.int8 if layout == "int-quantized" else torch.float8_e4m3fn):
+                raise UserError(f"{module} is {scheme.describe()} by config.json, but its weight is {codes.dtype}")
             if layout == "int-quantized":
                 codes = (codes.to(torch.int16) + scheme.middle).to(torch.uint8)
             return CodedWeight(scheme, codes, wide, input_scale=_input_scale(tensors, scheme, module))
@@ -88,10 +97,7 @@ class CompressedTensors(FileFormat):
             raise UserError(
                 f"{module} has {list(words.shape)} words for {outputs} × {inputs} codes of {scheme.bits} bits"
             )
-        zero = None
-        if not scheme.symmetric:
-            packed = stored(tensors, "weight_zero_point", module)
-            zero = unpack(packed.T.contiguous(), scheme.bits, outputs).T.to(torch.float32).contiguous()
+        zero = None if scheme.symmetric else _read_zero(stored(tensors, "weight_zero_point", module), scheme, outputs)
         return CodedWeight(scheme, unpack(words, scheme.bits, inputs), wide, zero)
 
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
@@ -116,7 +122,19 @@ class CompressedTensors(FileFormat):
             "config_groups": groups,
             "ignore": sorted({"lm_head", *plain}),
             "kv_cache_scheme": None,
+            **({"dequantize": True} if _needs_expanding(by_scheme) else {}),
         }
+
+
+def _needs_expanding(schemes: Iterable[Scheme]) -> bool:
+    """Whether transformers has to be told to expand weights as it loads them, and loses nothing by it.
+
+    compressed-tensors 0.20 makes room for unpacked zero points when a model is loaded packed, so that not even its own
+    asymmetric directories load. It expands weights at the first forward pass in any case. Other readers pass this over.
+    """
+    known = list(schemes)
+    packed = any(not scheme.symmetric and scheme.group >= 0 for scheme in known)
+    return packed and all(scheme.activations is None for scheme in known)
 
 
 def _layout(scheme: Scheme) -> str:
@@ -125,6 +143,28 @@ def _layout(scheme: Scheme) -> str:
     if scheme.kind == "fp8":
         return "float-quantized"
     return "int-quantized" if scheme.activations == "int8" else "pack-quantized"
+
+
+def _file_scale(weight: CodedWeight) -> Tensor:
+    """Scales as files have them: of groups in float16, the one of a whole tensor as a vector."""
+    if weight.scheme.group < 0:
+        return weight.scale.reshape(1)
+    return weight.scale.to(torch.float16) if weight.scheme.group > 0 else weight.scale
+
+
+def _file_zero(zero: Tensor, scheme: Scheme) -> Tensor:
+    """Zero points as files have them: packed along the outputs, but one for the tensor is a number by itself."""
+    if scheme.group < 0:
+        return (zero - scheme.middle).to(torch.int8).reshape(1)
+    return pack(zero.T.to(torch.uint8), scheme.bits).T.contiguous()
+
+
+def _read_zero(found: Tensor, scheme: Scheme, outputs: int) -> Tensor:
+    """Zero points [outputs, groups], or [1, 1], of what `_file_zero` made."""
+    if scheme.group < 0 and found.dtype == torch.int8 and found.numel() == 1:
+        return found.to(torch.float32).reshape(1, 1) + scheme.middle
+    rows = outputs if scheme.group >= 0 else 1
+    return unpack(found.T.contiguous(), scheme.bits, rows).T.to(torch.float32).contiguous()
 
 
 def _centred(codes: Tensor, scheme: Scheme) -> Tensor:

@@ -9,12 +9,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import Config, described_scheme
 from tightfit.models.quantized.scheme import Scheme
+
+AGAIN = "download the model again"
+WORDS = (torch.int32,)
+SIZES = (torch.int32, torch.int64)
+NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class FileFormat(ABC):
@@ -26,6 +32,8 @@ class FileFormat(ABC):
     """All that a quantized module may have instead of a plain `weight`."""
     marks: ClassVar[tuple[str, ...]]
     """Of these, those of which a quantized module has one and a plain one none."""
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
+    """What they may be stored in, where that says whether they can be read; others would be read as something else."""
 
     @abstractmethod
     def refuse(self, scheme: Scheme) -> str | None:
@@ -47,6 +55,27 @@ class FileFormat(ABC):
         """How the quantized `module` is coded, by a quantization_config."""
         return described_scheme(self.name, config, module)
 
+    def read(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
+        """`decode` of tensors from a file, which may be damaged: what cannot be is a sentence."""
+        for suffix, tensor in tensors.items():
+            if tensor.dtype not in self.dtypes.get(suffix, (tensor.dtype,)):
+                raise UserError(f"{suffix} of {module} is stored as {tensor.dtype}, which is not read; {AGAIN}")
+        try:
+            weight = self.decode(tensors, scheme, module)
+        except UserError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"the tensors of {module} do not make up a {scheme.describe()} matrix ({why}); {AGAIN}"
+            ) from error
+        if not bool(weight.scale.isfinite().all()):
+            raise UserError(f"{module} has scales that are no numbers; {AGAIN}")
+        if weight.zero is not None and weight.zero.shape != weight.scale.shape:
+            told = f"{list(weight.zero.shape)} zero points and {list(weight.scale.shape)} scales"
+            raise UserError(f"{module} has {told}; {AGAIN}")
+        return weight
+
     def check(self, schemes: Mapping[str, Scheme]) -> None:
         """Refuse schemes that this format cannot hold."""
         for module, scheme in schemes.items():
@@ -67,5 +96,5 @@ def one_scheme(schemes: Mapping[str, Scheme], name: str) -> Scheme:
 def stored(tensors: Mapping[str, Tensor], suffix: str, module: str) -> Tensor:
     """The tensor `suffix` of a module, which must be there."""
     if suffix not in tensors:
-        raise UserError(f"{module} has no {suffix}, though its other tensors are there; download the model again")
+        raise UserError(f"{module} has no {suffix}, though its other tensors are there; {AGAIN}")
     return tensors[suffix]

@@ -8,7 +8,7 @@ the zero point 2^(bits − 1) written out.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import GPTQ_BITS
-from tightfit.models.quantized.formats.format import FileFormat, one_scheme, stored
+from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import Scheme
 
 
@@ -27,6 +27,7 @@ class Gptq(FileFormat):
     name = "gptq"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     marks = ("qweight",)
+    dtypes: ClassVar = {"qweight": WORDS, "qzeros": WORDS, "scales": NUMBERS, "g_idx": SIZES}
 
     def __init__(self, *, zeros_minus_one: bool = True, reordered: bool = False) -> None:
         self.zeros_minus_one, self.reordered = int(zeros_minus_one), reordered

@@ -10,7 +10,7 @@ fp16. config.json names the scheme of every module.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
-from tightfit.models.quantized.formats.format import FileFormat, stored
+from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
 
 SUPER = 16
@@ -45,6 +45,19 @@ class Own(FileFormat):
         "outlier_values",
     )
     marks = ("weight_packed",)
+    dtypes: ClassVar = {
+        "weight_packed": WORDS,
+        "weight_shape": SIZES,
+        "weight_scale": NUMBERS,
+        "weight_zero": NUMBERS,
+        "weight_scale_codes": WORDS,
+        "weight_scale_range": NUMBERS,
+        "weight_zero_codes": WORDS,
+        "weight_zero_range": NUMBERS,
+        "outlier_starts": SIZES,
+        "outlier_columns": SIZES,
+        "outlier_values": NUMBERS,
+    }
 
     def refuse(self, scheme: Scheme) -> str | None:
         return None if scheme.kind in ("int", "binary") and scheme.activations is None else "it has integers and signs"

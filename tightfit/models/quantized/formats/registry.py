@@ -17,7 +17,7 @@ FORMATS: dict[str, type[FileFormat]] = {
 def format_of(config: Config, source: str) -> FileFormat:
     """The layout that a quantization_config describes."""
     method = config.get("quant_method")
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise UserError(
             f"{source} is quantized by {method!r}, which is not read; layouts that are: {', '.join(FORMATS)}, GGUF"
         )

@@ -1,0 +1,172 @@
+"""Requests that are no mistake and no everyday thing either: endless prompts, extreme settings, odd characters."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from tests.serve.running import Running, running
+from tests.serve.test_server import CONFIG, HELLO, post
+from tightfit.models.loading import LoadedModel
+from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.engine import Engine
+from tightfit.serve.http.answers import Writer
+from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.streaming import event
+from tightfit.serve.http.tools import found_calls
+from tightfit.serve.requests.request import Answer, TokenChance
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.sampler import probabilities
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Running]:
+    with running(loaded, Engine(loaded.model, loaded.tokenizer, CONFIG)) as made:
+        yield made
+        made.wait_until_idle()
+        assert made.service.failure is None
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x " * 200_000}),
+        ("/v1/completions", {"prompt": ["a", "x " * 200_000]}),
+        ("/v1/completions", {"prompt": ["a"] * 65}),
+        ("/v1/completions", {"prompt": [[]] * 65}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 200_000}]}),
+        ("/v1/embeddings", {"input": "x " * 200_000}),
+        ("/v1/embeddings", {"input": ["a"] * 65}),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_cut_into_tokens(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Tokens of megabytes take seconds, for one client or for all."""
+    encode = Tokenizer.encode
+
+    def short_only(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        assert len(text) < 1000, "encoded all the same"
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", short_only)
+    status, answer = post(server, path, json.dumps(body).encode())
+    assert status == 400
+    assert "shorten" in answer["error"]["message"] or "give 1 to 64" in answer["error"]["message"]
+
+
+def test_echo_of_every_prompt_whole_and_streamed(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    texts = ["numbers such as", "def add("]
+    asked: Any = {"model": "tiny", "max_tokens": 3, "temperature": 0, "n": 2}
+    plain = [choice.text for choice in client.completions.create(prompt=texts, **asked).choices]
+    wanted = [texts[index // 2] + text for index, text in enumerate(plain)]
+    for prompt in (texts, [tokenizer.encode(text) for text in texts]):
+        whole = client.completions.create(prompt=prompt, **asked, echo=True)
+        assert [choice.text for choice in whole.choices] == wanted
+    parts = ["", "", "", ""]
+    for chunk in client.completions.create(prompt=texts, **asked, echo=True, stream=True):
+        parts[chunk.choices[0].index] += chunk.choices[0].text
+    assert parts == wanted
+
+
+def test_what_would_change_the_answer_and_is_not_done_is_refused(server: Running) -> None:
+    for more, word in ((b'"best_of": 3', "best_of"), (b'"suffix": "b"', "suffix")):
+        status, answer = post(server, "/v1/completions", b'{"prompt": "a", "max_tokens": 1, ' + more + b"}")
+        assert status == 400
+        assert word in answer["error"]["message"]
+    fine = b'{"prompt": "a", "max_tokens": 1, "best_of": 2, "n": 2, "suffix": null}'
+    assert post(server, "/v1/completions", fine)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e-40},
+        {"temperature": 1e-6},
+        {"top_p": 1e-300},
+        {"top_p": 1e-300, "top_k": 7},
+        {"min_p": 1.0},
+        {"logit_bias": {5: 100, 6: -100}},
+        {"repetition_penalty": 0.01, "temperature": 1e-40},
+    ],
+)
+def test_extreme_settings_give_distributions(extreme: dict[str, Any]) -> None:
+    """Where float32 has no such number, the next best: the likeliest token, never none."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * 20
+    made = probabilities(logits, [Sampling(**extreme)])
+    assert float(made.sum()) == pytest.approx(1)
+    assert int(made.argmax()) == int(logits.argmax())
+    assert float(probabilities(logits, [Sampling(typical_p=1e-300)]).sum()) == pytest.approx(1)
+
+
+def test_a_failure_before_the_first_token_of_a_stream_has_its_status(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = b'{"prompt": "a", "stream": true, "max_tokens": 4}'
+    engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
+    with running(loaded, engine, ServerLimits(request_seconds=1e-9)) as server:
+        assert post(server, "/v1/completions", body)[0] == 504
+        assert post(server, "/v1/completions", body.replace(b'"a"', b'["a", "b"]'))[0] == 504
+
+        def broken() -> None:
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(engine, "step", broken)
+        server.service._put(lambda engine: engine.step())
+        server.service._thread.join(20)
+        assert post(server, "/v1/completions", body)[0] == 503
+
+
+def test_characters_that_some_clients_take_for_the_end_of_a_line() -> None:
+    told = "one\u2028two\u2029three\x85four\nfive"
+    text = event({"text": told})
+    assert len(text.strip().splitlines()) == 1
+    assert json.loads(text.removeprefix("data: "))["text"] == told
+
+
+def test_bytes_of_tokens_that_are_parts_of_characters(tokenizer: Tokenizer) -> None:
+    """They put a character together again, and keep their names apart."""
+    parts = tokenizer.encode("日")
+    assert len(parts) == 3
+    chances = tuple(TokenChance(token, -1.0, tuple((other, -1.0) for other in parts)) for token in parts)
+    answer = Answer(parts, "日", list(chances), "length")
+    chat = Writer("m", tokenizer, chat=True)._choice(0, answer, "")["logprobs"]["content"]
+    assert bytes(byte for each in chat for byte in each["bytes"]).decode() == "日"
+    plain = Writer("m", tokenizer, chat=False)._choice(0, answer, "")["logprobs"]
+    assert plain["tokens"] == ["bytes:\\xe6", "bytes:\\x97", "bytes:\\xa5"]
+    assert [len(each) for each in plain["top_logprobs"]] == [3, 3, 3]
+    assert tokenizer.token_bytes(tokenizer.encode("the")[0]) == b"the"
+
+
+def test_a_call_whose_name_is_no_text_is_none() -> None:
+    """Half a surrogate pair, which JSON may say and UTF-8 cannot."""
+    for name in ("\\ud800", "a\\u0000b"):
+        said = f'{{"name": "{name}", "arguments": {{}}}}'
+        assert found_calls(said) == (said, [])
+    assert found_calls('{"name": "añ", "arguments": {"b": "\\ud800"}}')[1][0]["function"]["name"] == "añ"
+
+
+def test_settings_reach_the_chat_template(
+    client: openai.OpenAI, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = f"{{% if louder %}}louder{{% endif %}}{tokenizer.chat_template}"
+    monkeypatch.setattr(tokenizer._wrapped, "chat_template", template)
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 1}
+    lengths = []
+    for settings in (
+        None,
+        {"louder": True},
+        {"louder": False, "messages": [], "self": 1, "add_generation_prompt": False},
+    ):
+        made = client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": settings})
+        assert made.usage is not None
+        lengths.append(made.usage.prompt_tokens)
+    assert lengths == [lengths[0], lengths[0] + len(tokenizer.encode("louder")), lengths[0]]

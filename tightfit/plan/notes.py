@@ -1,0 +1,166 @@
+"""Notes: what a user should know of a plan beside its numbers, a sentence each."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
+from tightfit.hardware.sustained import product_share
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.precision import PrecisionName
+from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout
+from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.training import peak
+from tightfit.plan.batch import warning
+from tightfit.plan.cost import Costs
+from tightfit.plan.describe import describe_mesh
+from tightfit.plan.mfu import peak_flop_s
+from tightfit.plan.plan import Plan
+from tightfit.plan.search.search import COMFORT
+from tightfit.plan.search.space import LARGEST_MICRO_BATCH
+
+MEASURED_CARD = "H200"
+SAVING_TOLD_BYTES = 32 * 2**30
+"""A checkpoint that takes more than this of a node's host memory is worth a note."""
+FEWEST_MESH_RANKS = 4
+
+
+def notes_on(plan: Plan, positions: int | None) -> Iterator[str]:
+    """Every note there is on `plan`; `positions` are those of the model as it is, where they are known."""
+    yield from _on_the_batch(plan, positions)
+    yield from _on_memory(plan)
+    if plan.layout.has_two_versions:
+        yield (
+            "under schedule 2bw gradients are of weights one update old; the pipeline waits where it saves and "
+            "evaluates"
+        )
+    machine, workload = plan.machine, plan.workload
+    about_speed = mesh_note(plan), one_gpu_note(plan), _rates_note(machine, workload.precision)
+    yield from filter(None, (*about_speed, _unproven_note(machine, workload)))
+
+
+def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
+    """What the batch, its rows and the engine are, and the nodes they are spread over."""
+    workload, machine = plan.workload, plan.machine
+    if sentence := warning(workload.tokens, machine.ranks):
+        yield sentence
+    if workload.engine_name != "tightfit":
+        yield f"memory and time are those of {workload.engine.is_for}, not of `tightfit train`"
+    if positions is not None and workload.sequence_length > positions:
+        yield (
+            f"rows have {workload.sequence_length:,} tokens, but the model has {positions:,} positions; "
+            "extend them (its rope's scaling, or its position embedding) before training"
+        )
+    if workload.global_batch % machine.ranks:
+        yield (
+            f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "
+            "them can be data ranks"
+        )
+    if machine.nodes > 1 and machine.inter.name not in machine.text:
+        yield (
+            f"nodes are connected by {machine.inter.name}; name another link after the machine, such as "
+            f"{machine.text.partition(':')[0]}:{'ndr' if machine.inter.name != 'ndr' else 'hdr'}"
+        )
+
+
+def _on_memory(plan: Plan) -> Iterator[str]:
+    """What of the host is used, and how little of the card is left."""
+    room_bytes = plan.machine.accelerator.memory_bytes
+    if plan.training_host_bytes > 2**30 and plan.machine.host_bytes is None:
+        used = plan.training_host_bytes / 2**30
+        yield f"this uses {used:.0f} GiB of host memory a node while it trains; --host-memory says how much there is"
+    if plan.saving_bytes > SAVING_TOLD_BYTES:
+        yield f"saving copies {plan.saving_bytes / 2**30:.0f} GiB to host memory on a node"
+    if plan.fits and plan.gpu_peak_bytes > COMFORT * room_bytes:
+        yield (
+            f"tight: {plan.gpu_peak_bytes / room_bytes:.0%} of the card, and nothing that leaves more room was found; "
+            "--confirm counts more exactly"
+        )
+
+
+def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
+    """Whose rates the times are made of, where they are not the measured card's."""
+    card = machine.accelerator
+    if machine.calibration is not None:
+        return f"times use what `tightfit calibrate` measured on this machine on {machine.calibration.date}"
+    if card.family == MEASURED_CARD:
+        return None
+    share = product_share(card, peak_flop_s(precision, machine) / machine.ranks / 1e12)
+    return (
+        f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
+        "measures it where you have one"
+    )
+
+
+def _unproven_note(machine: Machine, workload: Workload) -> str | None:
+    """What several GPUs have not shown yet, where `tightfit doctor` has not examined them."""
+    calibration = machine.calibration
+    is_examined = calibration is not None and calibration.collectives is not None
+    if machine.ranks == 1 or workload.engine_name != "tightfit" or is_examined:
+        return None
+    return (
+        "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit doctor` "
+        "first"
+    )
+
+
+def mesh_note(plan: Plan) -> str | None:
+    """What tensor ranks wait a step, and the least they would if they stood otherwise; None with nothing to compare."""
+    if plan.layout.tensor < FEWEST_MESH_RANKS or plan.workload.engine_name != "tightfit":
+        return None
+    costs = Costs(plan.workload, plan.machine)
+
+    def waits_s(layout: Layout) -> float:
+        return costs.step(layout, plan.levers).tensor_s
+
+    others = sorted(_other_meshes(plan), key=waits_s)
+    if not others:
+        return None
+    own_s, best_s = waits_s(plan.layout), waits_s(others[0])
+    own, best = describe_mesh(plan.layout), describe_mesh(others[0])
+    verb = "would wait" if best_s < own_s else "would not wait less:"
+    return f"{plan.layout.tensor} tensor ranks wait {own_s:.2f} s a step {own}; {best} they {verb} {best_s:.2f} s"
+
+
+def _other_meshes(plan: Plan) -> Iterator[Layout]:
+    """The same ranks in a line, or on every mesh that the rulebook lets this plan have and that the card holds."""
+    tensor, levers, workload = plan.layout.tensor, plan.levers, plan.workload
+    for kind in ("1d", "2d", "2.5d", "3d"):
+        for depth in range(2, tensor + 1) if kind == "2.5d" else (1,):
+            layout = plan.layout.model_copy(update={"tensor_mesh": kind, "tensor_depth": depth})
+            run = Run(layout=layout, levers=levers, spec=workload.spec, sequence_length=workload.sequence_length)
+            refused = refused_layout(layout) or refused_by_trainer(run)
+            if layout != plan.layout and not refused and _fits(plan, layout):
+                yield layout
+
+
+def _fits(plan: Plan, layout: Layout) -> bool:
+    return peak(plan.workload, layout, plan.levers)[0] <= plan.machine.accelerator.memory_bytes
+
+
+def one_gpu_note(plan: Plan) -> str | None:
+    """Of models so small that several GPUs wait for their hosts; None where they do not."""
+    if plan.layout.ranks == 1 or plan.workload.engine_name != "tightfit":
+        return None
+    one = replace(plan.machine, nodes=1, per_node=1)
+    costs = Costs(plan.workload, one)
+    sizes = [rows for rows in range(1, LARGEST_MICRO_BATCH + 1) if plan.workload.global_batch % rows == 0]
+    taken = [_captured_s(plan, costs, Layout(micro_batch=rows)) for rows in sizes]
+    alone_s = min((seconds for seconds in taken if seconds is not None), default=None)
+    if alone_s is None or alone_s >= plan.step_seconds:
+        return None
+    return (
+        f"one GPU alone would take {1e3 * alone_s:.0f} ms a step, with all its kernels in a CUDA graph; "
+        f"{plan.layout.ranks} take {1e3 * plan.step_seconds:.0f} ms, as their hosts launch kernels one by one"
+    )
+
+
+def _captured_s(plan: Plan, costs: Costs, layout: Layout) -> float | None:
+    """Seconds of the plan's step on one card; None where it is no graph or does not fit, with these levers."""
+    try:
+        captured = costs.of(layout).is_captured(plan.levers)
+        fits = peak(plan.workload, layout, plan.levers)[0] <= costs.machine.accelerator.memory_bytes
+    except UserError:  # a budget of activations that is too small for one card
+        return None
+    return costs.step(layout, plan.levers).step_s if captured and fits else None

@@ -1,0 +1,162 @@
+"""Candidate: a layout with levers, what it needs of a machine, and how long its step takes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tightfit.errors import UserError
+from tightfit.hardware.machine import Machine
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.saving import writers_of_node
+from tightfit.memory.formulas.training import Peaks, least_peaks, peaks
+from tightfit.plan.cost import Costs, states_key
+from tightfit.plan.search.lever_choices import states_on_host
+from tightfit.plan.search.space import SearchSpace
+from tightfit.plan.steptime import StepTime
+
+NO_LEVERS = Levers()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout with levers, priced: its time and its memory; bytes of the host are one node's."""
+
+    layout: Layout
+    levers: Levers
+    costs: Costs
+    gpu_bytes: int
+    host_bytes: int
+    """While it trains,"""
+    saving_bytes: int
+    """and copied there besides to write a checkpoint."""
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step; worked out when it is first asked for."""
+        return self.costs.step(self.layout, self.levers)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.time.step_s
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Of a node, while a checkpoint is written."""
+        return self.host_bytes + self.saving_bytes
+
+    def shortage_bytes(self, machine: Machine, share: float = 1.0) -> int:
+        """What a node's cards lack beyond `share` of them, and its host; a host of unknown size holds anything."""
+        card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
+        host = 0 if machine.host_bytes is None else self.host_peak_bytes - machine.host_bytes
+        return max(0, card) * min(machine.per_node, self.layout.ranks) + max(0, host)
+
+    def fits(self, machine: Machine, share: float = 1.0) -> bool:
+        """Whether card and host hold it."""
+        return self.shortage_bytes(machine, share) == 0
+
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """How much there is to get wrong: degrees above one, levers pulled, and the ZeRO stage."""
+        layout, levers = self.layout, self.levers
+        pulled = sum(getattr(levers, name) != getattr(NO_LEVERS, name) for name in Levers.model_fields)
+        return len(layout.splits) + (layout.tensor_mesh != "1d"), pulled, layout.zero
+
+
+class Pricing:
+    """Candidates of one workload on one machine, each worked out once, and cheaper bounds of what they need."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.space, self.costs = space, Costs(space.workload, space.machine)
+        self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
+        self._least: dict[tuple[object, ...], Peaks] = {}
+        self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
+        """Of a pipeline's first rank that is too full."""
+
+    def candidate(self, layout: Layout, levers: Levers) -> Candidate:
+        """A layout with levers."""
+        if (layout, levers) not in self._candidates:
+            self._remember(layout, levers, peaks(self.space.workload, layout, levers))
+        return self._candidates[layout, levers]
+
+    def fits(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+        """Whether `share` of the card, and the host, hold a layout with levers."""
+        key, room_bytes = (layout, levers), self._room_bytes(share)
+        if key not in self._candidates:
+            if not self.may_fit(layout, levers, share) or self._rank_bytes.get(key, 0) > room_bytes:
+                return False
+            needed = peaks(self.space.workload, layout, levers, room_bytes=room_bytes)
+            if needed.gpu_bytes > room_bytes:
+                self._rank_bytes[key] = needed.gpu_bytes
+                return False
+            self._remember(layout, levers, needed)
+        return self._candidates[key].fits(self.space.machine, share)
+
+    def may_fit(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+        """Whether the card and the host hold what does not depend on activations."""
+        host_bytes = self.space.machine.host_bytes
+        if not self.card_may_hold(layout, levers, share):
+            return False
+        return host_bytes is None or self.least_host_bytes(layout, levers) <= host_bytes
+
+    def card_may_hold(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+        """The same of the card alone."""
+        return self.least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
+
+    def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float = 1.0) -> int:
+        """A lower bound of a candidate's shortage."""
+        machine = self.space.machine
+        card = self.least_peaks(layout, levers).gpu_bytes - self._room_bytes(share)
+        host = 0 if machine.host_bytes is None else self.least_host_bytes(layout, levers) - machine.host_bytes
+        return max(0, card) * self._ranks_here(layout) + max(0, host)
+
+    def least_host_bytes(self, layout: Layout, levers: Levers) -> int:
+        """Of a node: states that are there, and copies of all states to write a checkpoint."""
+        least = self.least_peaks(layout, levers)
+        return least.host_bytes * self._ranks_here(layout) + self._saving_bytes(layout, least)
+
+    def least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
+        """Without a look at activations: the same for many micro-batches, schedules and levers."""
+        key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
+        if key not in self._least:
+            self._least[key] = least_peaks(self.space.workload, layout, levers)
+        return self._least[key]
+
+    def _ranks_here(self, layout: Layout) -> int:
+        return min(self.space.machine.per_node, layout.ranks)
+
+    def _saving_bytes(self, layout: Layout, needed: Peaks) -> int:
+        """Copied on a node to write a checkpoint; nothing where all memory is the device's."""
+        if self.space.machine.host_bytes == 0:
+            return 0
+        return writers_of_node(layout, self._ranks_here(layout)) * needed.saved_bytes
+
+    def _room_bytes(self, share: float) -> int:
+        return int(share * self.space.machine.accelerator.memory_bytes)
+
+    def _remember(self, layout: Layout, levers: Levers, needed: Peaks) -> None:
+        self._candidates[layout, levers] = Candidate(
+            layout=layout,
+            levers=levers,
+            costs=self.costs,
+            gpu_bytes=needed.gpu_bytes,
+            host_bytes=needed.host_bytes * self._ranks_here(layout),
+            saving_bytes=self._saving_bytes(layout, needed),
+        )
+
+    def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
+        """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
+        if self.space.pins.levers.get("checkpoint_budget_bytes") is None:
+            return families
+        refusals = {layout: self._refusal(layout) for family in families for layout in family}
+        kept = [[layout for layout in family if refusals[layout] is None] for family in families]
+        if not any(kept):
+            raise UserError(next(filter(None, refusals.values()), ""))
+        return kept
+
+    def _refusal(self, layout: Layout) -> str | None:
+        try:
+            self.candidate(layout, self.space.levers_of(layout)[0])
+        except UserError as error:
+            return str(error)
+        return None

@@ -1,0 +1,186 @@
+"""Changes: what would make a plan fit that does not, the smallest step of each kind, and what a step then takes.
+
+Tried are every pin let go, every lossless lever that the search leaves out, more host memory, narrower states,
+no master weights, shorter rows, more cards, another card. Each is looked for with the strongest levers; of the layouts
+that fit then, the most promising are searched for the plan whose time and host memory are told (all of them would take
+longer: there may be a faster one).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, islice, product
+from math import ceil
+from operator import itemgetter
+from typing import Any
+
+from tightfit.errors import UserError
+from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.links import LINKS
+from tightfit.hardware.machine import DEFAULT_NETWORK
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import LEVER_TABLE
+from tightfit.plan.search.candidate import Candidate, Pricing
+from tightfit.plan.search.lever_choices import HostUse
+from tightfit.plan.search.search import search
+from tightfit.plan.search.space import SearchSpace
+from tightfit.plan.seconds.rates import NUMBERS
+
+MOST_RANKS = 16_384
+LEAST_TOKENS = 128
+MOST_SEARCHED = 6
+"""Families of layouts that are searched for a change's time."""
+Ways = Iterator[tuple[str, SearchSpace]]
+"""What to change it to, the smallest change first, and where to look then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One thing to change, what it would be changed to, and what a plan needs then."""
+
+    what: str
+    to: str
+    step_s: float
+    host_bytes: int = 0
+    """Of one node, while a checkpoint is written; 0 where it is known to have that, or little is needed."""
+
+    def __str__(self) -> str:
+        host = f" (and {self.host_bytes / 2**30:.0f} GiB of host memory a node)" if self.host_bytes else ""
+        return f"{self.what}: {self.to}{host}, {self.step_s:.3g} s a step"
+
+
+def changes(space: SearchSpace) -> list[Change]:
+    """The smallest change of each kind after which something fits."""
+    let_go = (_smallest(what, ways) for what, ways in _without_a_pin(space))
+    others = (_smallest(what, ways) for what, ways in _beside_levers(space))
+    found = (*let_go, *_lever_changes(space), _more_host(space), *others)
+    return [change for change in found if change is not None]
+
+
+def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
+    for section, name in sorted(space.pins.own(), key=itemgetter(0), reverse=True):  # levers first
+        without = replace(space, pins=space.pins.without(section, name))
+        yield "the planner's choice", iter([(f"{section}.{name}", without)])
+
+
+def _lever_changes(space: SearchSpace) -> list[Change | None]:
+    """Each lever that the search leaves out and that is enough; where none is, two of them together, and so on."""
+    rows = [row for row in LEVER_TABLE if row.advice is not None and row.name not in space.pins.levers]
+    for count in range(1, len(rows) + 1):
+        several = ([(row.name, *row.advice) for row in some if row.advice] for some in combinations(rows, count))
+        found = [_smallest(" and ".join(what for _, what, _ in some), _with_levers(space, some)) for some in several]
+        if any(found):
+            return found
+    return []
+
+
+def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, ...]]]) -> Ways:
+    """`space` with each of some levers at one of its values."""
+    names = [name for name, _, _ in some]
+    for values in product(*(values for _, _, values in some)):
+        chosen = dict(zip(names, values, strict=True))
+        changed = replace(space, pins=space.pins.with_levers(chosen))
+        yield " ".join(f"-o levers.{name}={value}" for name, value in chosen.items()), changed
+
+
+def _more_host(space: SearchSpace) -> Change | None:
+    """What a node's host would have to have, also while a checkpoint is written."""
+    if not space.machine.host_bytes:  # it may have as much as it likes already, or there is none
+        return None
+    plan = fitting(replace(space, machine=replace(space.machine, host_bytes=None)))
+    if plan is None:
+        return None
+    return Change(what="more host memory", to=f"--host-memory {ceil(plan.host_peak_bytes / 1e9)}GB", step_s=plan.step_s)
+
+
+def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
+    if not space.lossy:
+        yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
+    if space.workload.has_masters and space.machine.accelerator.rates.bf16:
+        pure = replace(space, workload=replace(space.workload, precision="pure-bf16"))
+        yield "no float32 master weights", iter([("--precision pure-bf16 (lossy)", pure)])
+    yield "shorter rows", _fewer_tokens(space)
+    if space.machine.accelerator.form != "soc":  # which is a whole computer
+        yield "more cards", _more_cards(space)
+    yield "another card", _other_cards(space)
+
+
+def _smallest(what: str, ways: Ways) -> Change | None:
+    """The first of `ways` after which something fits."""
+    for to, changed in ways:
+        if plan := fitting(changed):
+            is_left_open = changed.machine.host_bytes is None and plan.host_bytes > 2**30
+            host_bytes = plan.host_peak_bytes if is_left_open else 0
+            return Change(what=what, to=to, step_s=plan.step_s, host_bytes=host_bytes)
+    return None
+
+
+def fitting(space: SearchSpace) -> Candidate | None:
+    """A plan that fits, with the levers of last resort where nothing else does; None where there is none."""
+    if (plan := _fitting(space)) or (pressed := space.last_resort()) is None:
+        return plan
+    return _fitting(pressed)
+
+
+def _fitting(space: SearchSpace) -> Candidate | None:
+    """A plan that fits; levers that leave the host alone are tried first."""
+    try:
+        pricing, levers = Pricing(space), space.levers()
+        families = list(space.families(lambda layout: pricing.card_may_hold(layout, levers[-1]))) if levers else []
+        if space.machine.host_bytes is None:  # what does not fit with the strongest levers fits with none
+            families = [family for family in families if _fits_with(pricing, family, None)]
+        families.sort(key=lambda family: _bound_s(pricing, family))
+        for group in levers.groups if families else ():
+            fit = (family for family in families if _fits_with(pricing, family, group))
+            if chosen := list(islice(fit, MOST_SEARCHED)):
+                return search(space, chosen).best
+    except UserError:  # pins contradict the change, or the card lacks the number format
+        pass
+    return None
+
+
+def _fits_with(pricing: Pricing, family: list[Layout], group: HostUse | None) -> bool:
+    """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
+    for layout in pricing.space.leanest(family):
+        allowed = pricing.space.levers_of(layout)
+        strongest = allowed if group is None else allowed.groups.get(group)
+        if strongest and pricing.fits(layout, strongest[-1]):
+            return True
+    return False
+
+
+def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
+    """A step of the leanest layout without levers."""
+    return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
+
+
+def _fewer_tokens(space: SearchSpace) -> Ways:
+    """Half of the tokens, again and again."""
+    length = space.workload.sequence_length // 2
+    while length >= LEAST_TOKENS:
+        yield f"--seq {length}", replace(space, workload=replace(space.workload, sequence_length=length))
+        length //= 2
+
+
+def _more_cards(space: SearchSpace) -> Ways:
+    """Twice the cards, again and again: inside the node up to eight, then more nodes."""
+    machine = space.machine
+    while machine.ranks * 2 <= MOST_RANKS:
+        inside = machine.nodes == 1 and machine.per_node * 2 <= 8
+        nodes, per_node = (1, machine.per_node * 2) if inside else (machine.nodes * 2, machine.per_node)
+        machine = machine.with_counts(nodes, per_node)
+        yield machine.text, replace(space, machine=machine)
+
+
+def _other_cards(space: SearchSpace) -> Ways:
+    """Larger cards of the same vendor in the same number, the smallest first; chips that are whole computers only
+    instead of such."""
+    machine, mine = space.machine, space.machine.accelerator
+    whole = {"superchip", "soc"} - {mine.form}
+    same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in whole)
+    for card in sorted(same, key=lambda row: row.memory_bytes):
+        if card.memory_bytes <= mine.memory_bytes or card.rates.of(NUMBERS[space.workload.precision]) is None:
+            continue
+        counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
+        inter = LINKS[card.network or DEFAULT_NETWORK]
+        text = f"{counts}{card.name}"
+        yield text, replace(space, machine=replace(machine, accelerator=card, intra=card.peer, inter=inter, text=text))

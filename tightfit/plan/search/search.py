@@ -1,0 +1,234 @@
+"""Search: the fastest layout and levers that fit, and the best of each other kind.
+
+Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
+of them too. A family of layouts (same degrees) is out when none of its leanest members fits with every lever pulled.
+Layouts of the rest are taken by their lower bound. Of the levers that leave a layout fast enough, the strongest are
+asked first: where they do not fit, no weaker ones do; where they do, the fastest that fit are looked for. Layouts fall
+into kinds (which degrees are above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped, and
+once as many kinds as are told have one, all that are slower than these.
+
+Where nothing fits several ranks, levers that only some layouts have (`SearchSpace.last_resort`) are searched as well.
+Plans that leave 5 % of the card are looked for first, as formulas and fragmentation are not known better than that;
+then those that just fit. Where nobody said how much memory the host has, offload comes last. The winner is the simplest
+of the plans within 2 % of the fastest: the model of time is not better than that.
+"""
+
+from dataclasses import dataclass
+
+from tightfit.errors import UserError
+from tightfit.jobs.layout import SPLITS, Layout
+from tightfit.jobs.levers import Levers
+from tightfit.plan.search.candidate import Candidate, Pricing
+from tightfit.plan.search.lever_choices import LeverSets, decides_host, weaker
+from tightfit.plan.search.space import SearchSpace
+
+COMFORT = 0.95
+SAME = 1.02
+HOPELESS = 3.0
+"""Layouts this many times slower than the best are not looked at: nobody would take them."""
+TOLD = 6
+"""Kinds of layouts that are told: the fastest, and five others."""
+Kind = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the search came back with: plans that fit, best first, and the one that is nearest to fitting."""
+
+    plans: tuple[Candidate, ...]
+    nearest: Candidate
+    layouts: int
+
+    @property
+    def best(self) -> Candidate | None:
+        """The recommendation."""
+        return self.plans[0] if self.plans else None
+
+
+def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
+    """The best plan of each kind, of all families of layouts or of some."""
+    found = _found(space, only)
+    pressed = None if found.plans or only is not None else space.last_resort()
+    if pressed is None:
+        return found
+    try:
+        last = _found(pressed)
+    except UserError:  # no layout has these levers
+        return found
+    if last.plans:
+        return last
+    nearest = min((found.nearest, last.nearest), key=lambda each: each.shortage_bytes(space.machine))
+    return Found(plans=(), nearest=nearest, layouts=found.layouts)
+
+
+def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
+    """What one search comes back with."""
+    space.check()
+    pricing = Pricing(space)
+    families = pricing.within_budget(list(space.families()) if only is None else only)
+    for host in _host_uses(space):
+        for share in (COMFORT, 1.0):
+            one = _Search(pricing, families, share, host=host)
+            if plans := one.plans():
+                return Found(plans=tuple(plans), nearest=plans[0], layouts=one.layouts)
+    return Found(plans=(), nearest=one.nearest(), layouts=one.layouts)
+
+
+def _host_uses(space: SearchSpace) -> tuple[bool, ...]:
+    """Whether levers may use the host, in turn: last where nobody said what it has, never where there is none."""
+    if space.machine.host_bytes or decides_host(space.pins.levers) or not space.levers(host=False):
+        return (True,)
+    return (False, True) if space.machine.host_bytes is None else (False,)
+
+
+def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
+    """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does."""
+    pricing = Pricing(space)
+    choices = (_joined(wanted, each) for each in space.levers_of(layout))
+    for levers in sorted(choices, key=lambda each: pricing.costs.step(layout, each).step_s):
+        tried = pricing.candidate(layout, levers)
+        if tried.gpu_bytes <= room_bytes and tried.fits(space.machine):
+            return tried
+    return None
+
+
+def _joined(wanted: Levers, more: Levers) -> Levers:
+    """`more`, with what of `wanted` the search does not decide."""
+    decided = {name: getattr(more, name) for name in more.model_fields_set}
+    return Levers(**(wanted.model_dump() | decided))
+
+
+class _Search:
+    """One pass over all layouts with given levers and a given share of the card."""
+
+    def __init__(self, pricing: Pricing, families: list[list[Layout]], share: float, *, host: bool) -> None:
+        self.pricing, self.space, self.share, self.host = pricing, pricing.space, share, host
+        self.families = [[each for each in family if self._levers(each)] for family in families]
+        self.feasible: dict[int, bool] = {}
+        self.best: dict[Kind, Candidate] = {}
+
+    @property
+    def layouts(self) -> int:
+        """How many there are to look at."""
+        return sum(len(family) for family in self.families)
+
+    def plans(self) -> list[Candidate]:
+        """The best of each kind, the recommendation first."""
+        bounds = [
+            (bound_s, number, layout)
+            for number, family in enumerate(self.families)
+            for layout in family
+            if (bound_s := self._bound_s(layout)) is not None
+        ]
+        for bound_s, number, layout in sorted(bounds, key=lambda bound: bound[0]):
+            if bound_s >= self._limit_s():
+                break
+            if bound_s < self._limit_s(kind_of(layout)) and self._is_feasible(number):
+                self._try(layout)
+        return _ranked(list(self.best.values()))
+
+    def nearest(self) -> Candidate:
+        """Where nothing fits, what is short of least; of equals, the fastest."""
+        best: Candidate | None = None
+        for layout in (each for family in self.families for each in self.space.leanest(family)):
+            for levers in self._strongest(layout):
+                least = self.pricing.least_shortage_bytes(layout, levers, self.share)
+                if best is None or least <= self._shortage(best):
+                    tried = self.pricing.candidate(layout, levers)
+                    best = min((best or tried, tried), key=lambda each: (self._shortage(each), each.step_s))
+        assert best is not None
+        return best
+
+    def _bound_s(self, layout: Layout) -> float | None:
+        """No levers take less than the weakest of the first group whose strongest may fit; None where none may."""
+        groups = self._levers(layout).groups.values()
+        weakest = next((group[0] for group in groups if self.pricing.may_fit(layout, group[-1], self.share)), None)
+        return None if weakest is None else self._step_s(layout, weakest)
+
+    def _limit_s(self, kind: Kind | None = None) -> float:
+        """From here on a plan is not told: its kind has one as fast, as many kinds as are told do, or it is hopeless;
+        but one that is as good as the fastest may be simpler."""
+        if not self.best:
+            return float("inf")
+        times_s = sorted(each.step_s for each in self.best.values())
+        limit_s = HOPELESS * times_s[0]
+        if len(times_s) >= TOLD:
+            limit_s = min(limit_s, max(times_s[TOLD - 1], SAME * times_s[0]))
+        return min(limit_s, self.best[kind].step_s) if kind in self.best else limit_s
+
+    def _is_feasible(self, number: int) -> bool:
+        """Whether one of the leanest members of a family fits with all levers pulled."""
+        if number not in self.feasible:
+            leanest = self.space.leanest(self.families[number])
+            pairs = ((layout, each) for layout in leanest for each in self._strongest(layout))
+            self.feasible[number] = any(self._fits(layout, levers) for layout, levers in pairs)
+        return self.feasible[number]
+
+    def _try(self, layout: Layout) -> None:
+        """Keep the fastest levers of this layout that fit, if that is better than what its kind has."""
+        kind = kind_of(layout)
+        limit_s = self._limit_s(kind)
+        groups = self._levers(layout).groups.values()
+        may_fit = [each for group in groups for each in self._below_what_fits(layout, group, limit_s)]
+        failed: list[Levers] = []
+        for levers in sorted(may_fit, key=lambda each: self._step_s(layout, each)):
+            if any(weaker(levers, other) for other in failed):
+                continue
+            if self._fits(layout, levers):
+                self.best[kind] = self.pricing.candidate(layout, levers)
+                return
+            failed.append(levers)
+
+    def _below_what_fits(self, layout: Layout, group: list[Levers], limit_s: float) -> list[Levers]:
+        """Levers of a group that are fast enough, and as strong as or weaker than some that are so and fit."""
+        below: list[Levers] = []
+        fails: list[Levers] = []
+        for levers in reversed(self._fast_enough(layout, group, limit_s)):
+            if any(weaker(levers, other) for other in fails):
+                continue
+            is_below = any(weaker(levers, other) for other in below) or self._fits(layout, levers)
+            (below if is_below else fails).append(levers)
+        return below[::-1]
+
+    def _fast_enough(self, layout: Layout, group: list[Levers], limit_s: float) -> list[Levers]:
+        """Levers of a group that take less; on several ranks, none that are stronger than some that do not."""
+        fast: list[Levers] = []
+        slow: list[Levers] = []
+        if not self.pricing.may_fit(layout, group[-1], self.share):
+            return fast
+        for levers in group:
+            if self.space.machine.ranks > 1 and any(weaker(other, levers) for other in slow):
+                continue
+            (fast if self._step_s(layout, levers) < limit_s else slow).append(levers)
+        return fast
+
+    def _levers(self, layout: Layout) -> LeverSets:
+        """What levers this layout can have."""
+        return self.space.levers_of(layout, host=self.host)
+
+    def _strongest(self, layout: Layout) -> list[Levers]:
+        return self._levers(layout).strongest(any_host=self.space.machine.host_bytes is None)
+
+    def _step_s(self, layout: Layout, levers: Levers) -> float:
+        return self.pricing.costs.step(layout, levers).step_s
+
+    def _fits(self, layout: Layout, levers: Levers) -> bool:
+        return self.pricing.fits(layout, levers, self.share)
+
+    def _shortage(self, candidate: Candidate) -> int:
+        return candidate.shortage_bytes(self.space.machine, self.share)
+
+
+def kind_of(layout: Layout) -> Kind:
+    """What is split, and how the data ranks share."""
+    return (*(getattr(layout, name) > 1 for name in SPLITS), layout.tensor_mesh, layout.zero)
+
+
+def _ranked(plans: list[Candidate]) -> list[Candidate]:
+    """Fastest first, but the simplest of those that are as good as the fastest before them."""
+    if not plans:
+        return []
+    fastest = min(each.step_s for each in plans)
+    same = [each for each in plans if each.step_s <= SAME * fastest]
+    winner = min(same, key=lambda each: (each.complexity, each.step_s))
+    return [winner, *sorted((each for each in plans if each is not winner), key=lambda each: each.step_s)]

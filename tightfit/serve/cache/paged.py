@@ -1,0 +1,265 @@
+"""The paged key/value cache and attention over it.
+
+Keys and values of a layer lie in blocks of `block_size` positions, [blocks, block_size, kv_heads, D], and a sequence's
+blocks anywhere among them. A step writes its new positions first. On a GPU single tokens are one kernel over block
+tables (kernels/paged_attention.py) and pieces of prompts another (kernels/paged_prefill.py), whatever their lengths;
+whole prompts of round lengths take the library's attention, which is faster and plans for every new shape. Elsewhere
+blocks are gathered: the queries of one group of heads are the rows of one product, pieces go one length at a time.
+
+Windowed layers keep all positions: blocks are shared by all layers, and one table serves them.
+"""
+
+from typing import Any, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightfit.kernels.attention import AttentionImpl, attention_eager
+from tightfit.kernels.flash_attention import LARGEST_HEAD
+from tightfit.kernels.paged_attention import keys_at_a_time, paged_attention
+from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
+from tightfit.kernels.sink_attention import sink_attention_eager
+from tightfit.kernels.triton_support import Impl, use_triton
+from tightfit.memory.formulas.serving import CacheFormat, stored_vectors
+from tightfit.models.attending import AttentionSettings, attend_masked
+from tightfit.models.spec import ModelSpec
+from tightfit.serve.cache.codes import CODES, as_numbers, decode, encode
+from tightfit.serve.schedule.step import Piece, Step
+
+ROW_SPLITS = 8
+"""Programs that share the keys of a token that attends by itself: as many in any company."""
+ROUND_LENGTHS = frozenset((64, 128, 256, *range(512, 16_385, 512)))
+
+
+class PagedCache:
+    """Keys and values of `blocks` blocks for all layers, and how layers attend over them in the step that is set."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        form: CacheFormat = "model",
+        impl: Impl = "auto",
+    ) -> None:
+        parts, heads, width = stored_vectors(spec)
+        shape = (spec.layers, parts, blocks + 1, block_size, heads, width)  # the last block is for padding
+        kept = dtype if form == "model" else CODES[form]
+        self.storage = torch.zeros(shape, device=device, dtype=kept)  # zeros: what nobody wrote is masked, not NaN
+        self.scales = torch.zeros(shape[:-1] if form != "model" else (0,), device=device)
+        self.form: CacheFormat = form
+        self.dtype = dtype
+        self.block_size, self.impl = block_size, impl
+        self.attention: AttentionImpl = "auto"
+        self.step: Step | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return sum(part.numel() * part.element_size() for part in (self.storage, self.scales))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values are codes with scales."""
+        return self.form != "model"
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **settings: Unpack[AttentionSettings],
+    ) -> Tensor:
+        """Attention of query [1, heads, N, D] of the step's tokens, whose key, value [1, kv_heads, N, D] are stored."""
+        step = self.step
+        assert step is not None, "a step has to be set before layers run"
+        key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
+        if step.row_by_row:
+            rows = query[0].transpose(0, 1)
+            return self.attend_rows(step, layer, rows, **settings).transpose(0, 1)[None]
+        if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD and not self.is_quantized:
+            rows = query[0].transpose(0, 1)
+            return self.attend_stored(step, layer, rows, **settings).transpose(0, 1)[None]
+        made = []
+        if step.singles:
+            rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
+            made.append(self._singles(step, layer, rows, **settings).transpose(0, 1)[None])
+        for group in step.groups:
+            made.append(self._pieces(step, group, layer, query, key, value, **settings))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+
+    def attend_singles(
+        self, step: Step, layer: int, query: Tensor, key_value: Tensor, **settings: Unpack[AttentionSettings]
+    ) -> Tensor:
+        """Attention [N, heads, D] of one query each, whose key and value [N, 2, kv_heads, D] are stored: in as few
+        operations as torch has for it, since for one token they take longer to call than to compute."""
+        assert not self.is_quantized
+        self.storage[layer].flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
+        return self._singles(step, layer, query, **settings)
+
+    def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
+        """Keys or values [1, kv_heads, N, D] into the cache; returned as they will be read from it."""
+        rows, places = given[0].transpose(0, 1), self.storage[layer, part].flatten(0, 1)
+        if not self.is_quantized:
+            places.index_copy_(0, step.slots, rows)
+            return given
+        codes, scales = encode(rows, self.form)
+        places.index_copy_(0, step.slots, codes)
+        self.scales[layer, part].flatten(0, 1).index_copy_(0, step.slots, scales)
+        return decode(codes, scales, self.form, given.dtype).transpose(0, 1)[None]
+
+    def attend_stored(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
+        """The same by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
+        if step.row_by_row:
+            return self.attend_rows(step, layer, query, **settings)
+        keys, values = self.storage[layer, 0], self.storage[layer, 1]
+        if not step.pieces:
+            return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
+        whole = all(_has_round_length(piece) for piece in step.pieces)
+        if whole and not step.singles and len(step.groups) == 1:
+            return self._whole_prompts(step, step.groups[0], query, keys, values, **settings)
+        out = torch.empty(query.shape, device=query.device, dtype=query.dtype)
+        if step.singles:
+            single = query[: step.singles]
+            out[: step.singles] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
+        if whole:
+            for group in step.groups:
+                out[step.rows_of(group)] = self._whole_prompts(step, group, query, keys, values, **settings)
+        else:
+            paged_prefill(query, keys, values, step.joint_tables, step.tiles(tile_rows(query)), out, **settings)
+        return out
+
+    def attend_rows(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
+        """Attention [N, heads, D] of tokens whose keys and values are in the cache, each by itself: how one is computed
+        depends on how many keys it sees and on nothing else."""
+        if self.has_row_kernel:
+            return self._paged_attention(step, layer, query, splits=ROW_SPLITS, block_k=keys_at_a_time(), **settings)
+        window = settings["window"]
+        made: list[Tensor] = []
+        for table, lengths in step.runs:
+            every = [self._gathered(layer, part, table, max(lengths)) for part in (0, 1)]  # apart: aligned alike
+            for length in lengths:
+                first = 0 if window is None else max(0, length - window)
+                key, value = (part[:, first:length].transpose(1, 2) for part in every)
+                made.append(_single_attention(query[len(made), None], key, value, None, **settings)[0])
+        made += [torch.zeros_like(query[0])] * (len(query) - step.singles)
+        return torch.stack(made)
+
+    @property
+    def has_row_kernel(self) -> bool:
+        """Whether tokens that attend by themselves are one kernel; else each is a few calls of torch."""
+        if not use_triton(self.impl, self.scales) or self.storage.shape[-1] > LARGEST_HEAD:
+            return False
+        return not self.is_quantized or self._kernels_read_codes
+
+    def _paged_attention(self, step: Step, layer: int, query: Tensor, **settings: Any) -> Tensor:
+        """Attention [N, heads, D] of one query each by our kernel, which reads codes as well."""
+        keys, values = self.storage[layer]
+        if self.is_quantized:
+            keys, values = (as_numbers(part, self.form) for part in (keys, values))
+            settings["scales"] = self.scales[layer]
+        return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
+
+    def _whole_prompts(
+        self,
+        step: Step,
+        group: range,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        **settings: Unpack[AttentionSettings],
+    ) -> Tensor:
+        """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest there is."""
+        count, rows = len(group), step.rows_of(group)
+        own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
+        made = attend_masked(q, k, v, step.masks[group.start], impl=self.attention, **settings)
+        return made.transpose(1, 2).flatten(0, 1)
+
+    def _singles(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
+        """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
+        if use_triton(self.impl, query) and self._kernels_read_codes:
+            return self._paged_attention(step, layer, query, **settings)
+        key, value = self._single_keys_values(step, layer)
+        return _single_attention(query, key, value, step, **settings)
+
+    def _single_keys_values(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the single tokens' sequences, [singles, kv_heads, keys, D] each."""
+        found = self.storage[layer].index_select(1, step.flat_tables)
+        if self.is_quantized:
+            found = decode(found, self.scales[layer].index_select(1, step.flat_tables), self.form, self.dtype)
+        key, value = found.view(2, step.singles, -1, *found.shape[3:])[:, :, : step.longest].transpose(2, 3)
+        return key, value
+
+    def _pieces(
+        self,
+        step: Step,
+        group: range,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **settings: Unpack[AttentionSettings],
+    ) -> Tensor:
+        """Attention of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, D]."""
+        piece, count, rows = step.pieces[group.start], len(group), step.rows_of(group)
+        own_query, own_key, own_value = (_apart(part[0, :, rows], count) for part in (query, key, value))
+        if piece.before:
+            table = step.piece_tables[group.start]
+            both = (self._gathered(layer, part, table, piece.end) for part in (0, 1))
+            own_key, own_value = (part.transpose(1, 2) for part in both)
+        made = attend_masked(own_query, own_key, own_value, step.masks[group.start], impl=self.attention, **settings)
+        return made.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+    @property
+    def _kernels_read_codes(self) -> bool:
+        """Whether this GPU's kernels can read the codes: fp8 is known from compute capability 8.9 on."""
+        if not self.is_quantized or self.storage.shape[-1] > LARGEST_HEAD:
+            return False
+        device = self.storage.device
+        return self.form == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+    def _gathered(self, layer: int, part: int, tables: Tensor, longest: int) -> Tensor:
+        """The positions of blocks in `tables` [n, blocks] one after the other, [n, longest, kv_heads, D]."""
+        tables = tables[:, : -(-longest // self.block_size)]
+        found = _selected(self.storage[layer, part], tables)[:, :longest]
+        if not self.is_quantized:
+            return found
+        return decode(found, _selected(self.scales[layer, part], tables)[:, :longest], self.form, self.dtype)
+
+
+def _single_attention(
+    query: Tensor, key: Tensor, value: Tensor, step: Step | None, **settings: Unpack[AttentionSettings]
+) -> Tensor:
+    """Attention of one query each, [N, heads, D], over key, value [N, kv_heads, keys, D]: those that the sequences of a
+    `step` see, or all of them."""
+    scale, window = settings["scale"], settings["window"]
+    mask = None if step is None else step.single_mask(window)
+    if (sinks := settings.get("sinks")) is not None:
+        return sink_attention_eager(query[:, :, None], key, value, sinks, mask, scale=scale)[:, :, 0]
+    if (softcap := settings.get("softcap")) is not None:
+        return attention_eager(query[:, :, None], key, value, mask, scale=scale, softcap=softcap)[:, :, 0]
+    bias = None if step is None else step.single_bias(window, query.dtype)
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
+    return F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale).reshape(query.shape)
+
+
+def _selected(part: Tensor, tables: Tensor) -> Tensor:
+    """Blocks of `part` [blocks, block_size, …] by tables [n, m], as [n, m · block_size, …]."""
+    found = part.index_select(0, tables[0])[None] if tables.shape[0] == 1 else part[tables.long()]
+    return found.flatten(1, 2)
+
+
+def _has_round_length(piece: Piece) -> bool:
+    """Whether a piece is a whole prompt of a length that comes again, which a library may plan for: planning takes
+    tens of milliseconds, and prompts have all lengths. Those of captured graphs are among them."""
+    return piece.before == 0 and piece.count in ROUND_LENGTHS
+
+
+def _apart(x: Tensor, count: int) -> Tensor:
+    """[heads, count · T, D] as [count, heads, T, D]."""
+    return x.transpose(0, 1).unflatten(0, (count, -1)).transpose(1, 2)

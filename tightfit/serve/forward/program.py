@@ -1,0 +1,185 @@
+"""The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
+
+Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
+after it. One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope, activations
+and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
+"""
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.decode_attention import decode_attention
+from tightfit.kernels.overlap import can_overlap
+from tightfit.kernels.rope import rope
+from tightfit.kernels.rotate_store import rotate_store
+from tightfit.kernels.triton_support import use_triton
+from tightfit.models.decoder import Decoder
+from tightfit.serve.cache.paged import PagedCache
+from tightfit.serve.forward.cpu_operations import turn_rows, turns
+from tightfit.serve.forward.rope_tables import RopeTables
+from tightfit.serve.schedule.step import Step
+from tightfit.serve.weights.joint import JointLayer, join, join_layers
+from tightfit.serve.weights.norm import Norm
+from tightfit.serve.weights.weight import Fused
+
+
+class Program:
+    """A decoder of the common kind (weights/joint.py), run on steps."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        cache: PagedCache,
+        ropes: RopeTables,
+        *,
+        overlap: bool,
+        sequences: int,
+        half: bool = False,
+    ) -> None:
+        spec = model.spec
+        self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
+        self.layers = join_layers(model, half=half)
+        self.final_norm, self.head = Norm.of(model.norm, spec), join([model.head], half=half)
+        self.on_gpu = use_triton("auto", model.embed.weight)
+        self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
+        self.on_cpu = self.final_norm.on_cpu
+        self.overlap = overlap and can_overlap(model.embed.weight.device)
+        self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
+
+    def shortened(self) -> "Program":
+        """The same with as few of the first layers as have every kind of them."""
+        short, kinds = copy(self), [layer.kind for layer in self.layers]
+        short.layers = self.layers[: 1 + max(kinds.index(kind) for kind in kinds)]
+        return short
+
+    def states(self, step: Step) -> Tensor:
+        """The residual stream after the last layer at the step's rows, [R, H]."""
+        x = self.model.embed_tokens(step.tokens, step.positions)[0]
+        if self.own_attention and len(x) == 1 and not (step.pieces or step.row_by_row or self.ropes.by_length):
+            return self._one(x, step)
+        return self._many(x, step)
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [R, V]."""
+        if self.on_gpu and len(states) == 1:
+            fused = Fused(norm=self.final_norm, out_dtype=torch.float32, overlap=self.overlap)
+            logits = self.head.one_token(states, fused)
+        else:
+            logits = self.head.product(self.final_norm(states))
+        return softcapped(logits, self.spec.logit_softcap)
+
+    def _many(self, x: Tensor, step: Step) -> Tensor:
+        """Of any step; x is [N, H]. What the last layer does after attention is done for the step's rows alone."""
+        self.cache.step = step
+        ropes = self.ropes.of(step)
+        if self._is_lean(step):
+            ropes = turns(ropes)
+        normed = self.layers[0].attention_norm(x)
+        for layer in self.layers:
+            attended, is_last = self._attention(normed, layer, step, ropes), layer.index + 1 == len(self.layers)
+            if is_last and step.rows.numel() < len(x):
+                attended, x = attended[step.rows], x[step.rows]
+                if not len(x):  # the beginning of a prompt: its keys and values are stored
+                    return x
+            normed, x = layer.mlp_norm.of_sum(layer.o.product(attended), x)
+            made = layer.down.product(layer.gate_up.gated_product(normed, self.spec.activation))
+            if not is_last:
+                normed, x = self.layers[layer.index + 1].attention_norm.of_sum(made, x)
+        return x + made
+
+    def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
+        """Attention of all tokens, [N, heads · D]."""
+        qkv = layer.qkv.product(normed)
+        if self.own_attention and not self.ropes.by_length:
+            apart = step.pieces or step.row_by_row
+            return self.mixed(qkv, layer, step) if apart else self.decode(qkv, layer, step)
+        if self._is_lean(step):
+            return self._singles(qkv, layer, step, ropes[layer.rope])
+        spec = self.spec
+        parts = qkv.split([spec.query_size, spec.kv_size, spec.kv_size], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = layer.q_norm(q), layer.k_norm(k)
+        q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
+        q, k = rope(q, k, *ropes[layer.rope])
+        mixed = self.cache.attend(layer.index, q, k, v, **layer.attention)
+        return mixed[0].transpose(0, 1).flatten(1)
+
+    def _singles(self, qkv: Tensor, layer: JointLayer, step: Step, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """The same on a CPU where every sequence has one token: queries and keys are turned together, in place."""
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        rows = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
+        query, key, key_value = rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query.copy_(layer.q_norm(query))
+            key.copy_(layer.k_norm(key))
+        turn_rows(rows[:, : heads + kv_heads], *turn)
+        key_value = key_value.unflatten(1, (2, kv_heads))
+        return self.cache.attend_singles(step, layer.index, query, key_value, **layer.attention).flatten(1)
+
+    def mixed(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
+        """The same by our kernels: turn and store all tokens, then single tokens and pieces of prompts attend."""
+        keys, values = self.cache.storage[layer.index]
+        cos, sin = self.ropes.fixed[layer.rope]
+        query = rotate_store(
+            qkv,
+            keys,
+            values,
+            step.slots,
+            step.positions[0],
+            cos[0, 0],
+            sin[0, 0],
+            heads=self.spec.heads,
+            **_kernel_norms(layer),
+        )
+        return self.cache.attend_stored(step, layer.index, query, **layer.attention).flatten(1)
+
+    def decode(self, qkv: Tensor, layer: JointLayer, step: Step, overlap: bool = False) -> Tensor:
+        """The same in one kernel where every sequence has one token."""
+        keys, values = self.cache.storage[layer.index]
+        cos, sin = self.ropes.fixed[layer.rope]
+        mixed = decode_attention(
+            qkv,
+            keys,
+            values,
+            step.tables,
+            step.lengths,
+            cos[0, 0],
+            sin[0, 0],
+            self.counters,
+            heads=self.spec.heads,
+            scale=layer.attention["scale"],
+            window=layer.attention["window"],
+            softcap=layer.attention.get("softcap"),
+            overlap=overlap,
+            **_kernel_norms(layer),
+        )
+        return mixed.flatten(1)
+
+    def _one(self, x: Tensor, step: Step) -> Tensor:
+        """Of a decoding step of one sequence."""
+        overlap, activation = self.overlap, self.spec.activation
+        for layer in self.layers:
+            qkv = layer.qkv.one_token(x, Fused(norm=layer.attention_norm, overlap=overlap))
+            mixed = self.decode(qkv, layer, step, overlap)
+            x = layer.o.one_token(mixed, Fused(residual=x, overlap=overlap))
+            inner = layer.gate_up.one_token(x, Fused(norm=layer.mlp_norm, activation=activation, overlap=overlap))
+            x = layer.down.one_token(inner, Fused(residual=x, overlap=overlap))
+        return x
+
+    def _is_lean(self, step: Step) -> bool:
+        """Whether attention is one token each on a CPU, with nothing that torch's own has not."""
+        plain = not self.cache.is_quantized and self.spec.attention_softcap is None
+        return self.on_cpu and plain and not (step.pieces or step.row_by_row)
+
+
+def _kernel_norms(layer: JointLayer) -> dict[str, Any]:
+    """The norms of queries and keys as our kernels take them."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return {"q_norm": None, "k_norm": None}
+    norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
+    return norms | {"norm_eps": layer.q_norm.eps, "norm_offset": layer.q_norm.offset}

@@ -1,0 +1,134 @@
+"""A step of one model over several ranks: rank 0 tells the others what to compute, and gets the logits.
+
+Steps go to the other ranks through connections on the loopback interface, which wait as long as nobody asks anything
+and end with their process; what layers exchange goes through torch.distributed. Every rank runs its layers over its own
+part of the cache. The last stage's tensor ranks put their parts of the logits together and send them to rank 0.
+"""
+
+import pickle
+import secrets
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tightfit.kernels.cross_entropy import softcapped
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.forward.rope_tables import RopeTables
+from tightfit.serve.forward.runner import make_cache, run_layers
+from tightfit.serve.ranks.share import LOOPBACK, RankShare, agreed_budget
+from tightfit.serve.schedule.step import Step
+
+TENSORS = ("tokens", "positions", "slots", "tables", "lengths", "rows")
+
+
+class RankSteps:
+    """This rank's part of every step."""
+
+    def __init__(self, share: RankShare, config: EngineConfig) -> None:
+        self.share, self.budget = share, agreed_budget(share, config)
+        weight = share.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        # Layers count from the model's first, the cache from this stage's.
+        self._cache_layers = {layer: layer - share.span.first for layer in range(share.span.first, share.span.last)}
+        self.cache = make_cache(
+            share.local_spec, self.budget.blocks, config.block_size, self.device, self.dtype, config.cache_format
+        )
+        self.ropes = RopeTables(share.model.spec, self.budget.max_length, self.device, self.dtype)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor | None:
+        """Logits [R, V] on rank 0 (where the step has rows), None elsewhere."""
+        share, spread = self.share, self.share.spread
+        x = run_layers(share.model.layers, self._entering(step), step, self.cache, self.ropes, self._cache_layers)
+        if not share.span.is_last:
+            dist.send(x.contiguous(), share.rank + spread.tensor)
+            return self._received_logits(step) if share.rank == 0 else None
+        logits = self._logits(x[0, step.rows])
+        if spread.pipeline > 1 and share.rank == spread.ranks - spread.tensor:
+            dist.send(logits.contiguous(), 0)
+        return logits if share.rank == 0 else None
+
+    def _entering(self, step: Step) -> Tensor:
+        """The residual stream before this stage's layers, [1, N, H]."""
+        model = self.share.model
+        if self.share.span.is_first:
+            return model.embed_tokens(step.tokens, step.positions)
+        shape = (*step.tokens.shape, model.spec.hidden_size)
+        x = torch.empty(shape, device=self.device, dtype=self.dtype)
+        dist.recv(x, self.share.rank - self.share.spread.tensor)
+        return x
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Logits [R, V] of states [R, H]: tensor ranks have rows of the vocabulary each."""
+        model, tensor = self.share.model, self.share.spread.tensor
+        own = model.head(model.norm(states))
+        if tensor > 1:
+            vocab_size = model.spec.vocab_size
+            padded = own.new_zeros((len(own), -(-vocab_size // tensor)))
+            padded[:, : own.shape[1]] = own
+            parts = [torch.empty_like(padded) for _ in range(tensor)]
+            dist.all_gather(parts, padded, group=self.share.mesh.get_group("tensor"))
+            own = torch.cat(parts, dim=1)[:, :vocab_size]
+        return softcapped(own, model.spec.logit_softcap)
+
+    def _received_logits(self, step: Step) -> Tensor:
+        spread, vocab_size = self.share.spread, self.share.model.spec.vocab_size
+        logits = torch.empty((step.rows.numel(), vocab_size), device=self.device, dtype=self.dtype)
+        dist.recv(logits, spread.ranks - spread.tensor)
+        return logits
+
+
+class RankRunner:
+    """What an engine on rank 0 runs its steps with."""
+
+    def __init__(self, steps: RankSteps) -> None:
+        self.steps, self.cache, self.device = steps, steps.cache, steps.device
+        self._others = _connections(steps.share.spread.ranks)
+
+    def logits(self, step: Step) -> Tensor:
+        """Logits [R, V] of the step's rows; every rank has stored its keys and values."""
+        message = pickle.dumps(_moved(step, torch.device("cpu")))
+        for other in self._others:
+            other.send_bytes(message)
+        logits = self.steps.run(step)
+        assert logits is not None
+        return logits
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        for other in self._others:
+            other.close()
+
+
+def follow(steps: RankSteps) -> None:
+    """Repeat the steps of rank 0 until it has ended."""
+    address, key = _from_first_rank(None)
+    with Client(address, authkey=key) as leader, suppress(EOFError, ConnectionResetError):
+        while True:
+            steps.run(_moved(pickle.loads(leader.recv_bytes()), steps.device))
+
+
+def _connections(ranks: int) -> list[Connection]:
+    """To every other rank."""
+    key = secrets.token_bytes(32)
+    with Listener((LOOPBACK, 0), backlog=ranks, authkey=key) as listener:
+        _from_first_rank((listener.address, key))
+        return [listener.accept() for _ in range(ranks - 1)]
+
+
+def _from_first_rank(address: Any) -> Any:
+    """Where rank 0 listens, and the key, which rank 0 gives and all get."""
+    values = [address]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _moved(step: Step, device: torch.device) -> Step:
+    """A copy on `device`, without what was derived from it."""
+    tensors = {name: getattr(step, name).to(device) for name in TENSORS}
+    return replace(step, **tensors, _tiles=None)

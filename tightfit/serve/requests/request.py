@@ -1,0 +1,65 @@
+"""A request and what comes back for it, step by step."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tightfit.serve.requests.sampling import Sampling
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Continue `prompt` in `count` ways. Lower `priority` goes first."""
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    count: int = 1
+    priority: int = 0
+    adapter: str | None = None
+    """The LoRA adapter to answer with; None is the model itself."""
+
+
+@dataclass(frozen=True)
+class TokenChance:
+    """A token, the log of its probability under the model alone, and the likeliest others at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Output:
+    """What one step added to one answer."""
+
+    request: str
+    index: int
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    chances: tuple[TokenChance, ...] = ()
+    finish: Finish | None = None
+    cached: int = 0
+    """Prompt tokens that were found in the cache; said with the first token."""
+
+
+@dataclass
+class Answer:
+    """All outputs of one answer together."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    chances: list[TokenChance] = field(default_factory=list)
+    finish: Finish | None = None
+    cached: int = 0
+
+    def add(self, output: Output) -> None:
+        """The next of them."""
+        self.tokens += output.tokens
+        if output.text:
+            self.text += output.text
+        if output.chances:
+            self.chances += output.chances
+        self.finish = output.finish
+        self.cached += output.cached

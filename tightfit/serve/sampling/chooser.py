@@ -1,0 +1,106 @@
+"""The tokens that follow a step's rows of logits: one per row, or a guess checked over several rows."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.serve.requests.grammar import Matcher
+from tightfit.serve.requests.request import TokenChance
+from tightfit.serve.sampling.acceptance import accepted
+from tightfit.serve.sampling.random_numbers import uniform
+from tightfit.serve.sampling.sampler import adjust, draw, probabilities
+from tightfit.serve.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sequence, where its answer stands in a grammar, and what was guessed of it (with the guesser's chances)."""
+
+    sequence: Sequence
+    matcher: Matcher | None = None
+    proposal: tuple[int, ...] = ()
+    proposed_from: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many rows of logits it has."""
+        return 1 + len(self.proposal)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The next tokens of a sequence, and what the model thought of them where that was asked for."""
+
+    tokens: list[int]
+    chances: list[TokenChance]
+
+
+def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
+    """The same, each by itself: sums over a row are taken in the same order whatever the others ask for."""
+    starts = _starts(asked)
+    return [
+        choose(logits[start : start + own.rows].clone(), [own])[0] for own, start in zip(asked, starts, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def choose(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
+    """The tokens that follow, given logits [rows of all, V]; changes the logits."""
+    raw = [_raw_row(logits, each, start) for each, start in zip(asked, _starts(asked), strict=True)]
+    for each, start in zip(asked, _starts(asked), strict=True):
+        if each.sequence.sampling.needs_host:
+            adjust(logits[start], each.sequence, each.matcher.allowed() if each.matcher else None)
+    tokens = _tokens(logits, asked)
+    return [Chosen(own, _chances(own, row, each)) for own, row, each in zip(tokens, raw, asked, strict=True)]
+
+
+def _tokens(logits: Tensor, asked: Items[Asked]) -> list[list[int]]:
+    if all(each.rows == 1 and each.sequence.sampling.is_greedy for each in asked):
+        return [[token] for token in logits.argmax(-1).tolist()]
+    settings = [each.sequence.sampling for each in asked for _ in range(each.rows)]
+    chances = probabilities(logits, settings)
+    starts = _starts(asked)
+    plain = [index for index, each in enumerate(asked) if each.rows == 1]
+    made: list[list[int]] = [[] for _ in asked]
+    if plain:
+        numbers = torch.tensor([_number(asked[index].sequence) for index in plain], device=logits.device)
+        for index, token in zip(plain, draw(chances[[starts[i] for i in plain]], numbers).tolist(), strict=True):
+            made[index] = [token]
+    for index, each in enumerate(asked):
+        if each.rows > 1:
+            rows = chances[starts[index] : starts[index] + each.rows]
+            made[index] = accepted(rows, each.proposal, each.proposed_from, each.sequence)
+    return made
+
+
+def _number(sequence: Sequence) -> float:
+    return uniform(sequence.sampling.seed, sequence.index, sequence.length)
+
+
+def _starts(asked: Items[Asked]) -> list[int]:
+    starts, start = [], 0
+    for each in asked:
+        starts.append(start)
+        start += each.rows
+    return starts
+
+
+def _raw_row(logits: Tensor, each: Asked, start: int) -> Tensor | None:
+    """Log probabilities of the model alone, [rows, V], before anything changes them."""
+    if each.sequence.sampling.logprobs is None:
+        return None
+    return logits[start : start + each.rows].float().log_softmax(-1)
+
+
+def _chances(tokens: list[int], raw: Tensor | None, each: Asked) -> list[TokenChance]:
+    wanted = each.sequence.sampling.logprobs
+    if raw is None or wanted is None:
+        return []
+    made = []
+    for token, row in zip(tokens, raw, strict=False):
+        best = row.topk(wanted) if wanted else None
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()
+        made.append(TokenChance(token, row[token].item(), tuple(pairs)))
+    return made

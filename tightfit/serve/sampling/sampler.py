@@ -1,0 +1,168 @@
+"""From logits to tokens, for rows with settings of their own.
+
+A token is drawn by inverting the distribution at one uniform number per row: the first token at which the cumulated
+probability exceeds it. The same code gives the distributions that speculative decoding compares.
+On CPUs sorting a whole vocabulary costs milliseconds a row, so top-p looks among the likeliest first and sorts
+everything only where those do not reach p. On GPUs nothing is read back, and everything is sorted.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.device import to_device
+from tightfit.serve.schedule.sequence import Sequence
+
+FIRST_LOOK = 512
+LEAST_SHARE = 1e-6
+"""Smaller shares of top-p and typical-p are this one, so that none is zero in float32 and keeps no token at all."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How rows are cut, as tensors [R, 1]; None for what no row uses."""
+
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    typical_p: Tensor | None
+    largest_k: int
+    """0 where some row has no top-k."""
+
+    @classmethod
+    def of(cls, settings: Items[Sampling], device: torch.device, vocab_size: int) -> "Rows":
+        """The settings of rows in order."""
+
+        def column(values: list[float], off: float) -> Tensor | None:
+            return None if all(value == off for value in values) else to_device(values, device)[:, None]
+
+        top_k = [min(each.top_k, vocab_size) or vocab_size for each in settings]
+        return cls(
+            top_k=column([float(k) for k in top_k], float(vocab_size)),
+            top_p=column([max(each.top_p, LEAST_SHARE) for each in settings], 1.0),
+            min_p=column([each.min_p for each in settings], 0.0),
+            typical_p=column([max(each.typical_p, LEAST_SHARE) for each in settings], 1.0),
+            largest_k=max(top_k),
+        )
+
+
+def probabilities(logits: Tensor, settings: Items[Sampling]) -> Tensor:
+    """What each row [R, V] is drawn from; all of it on the likeliest token for greedy rows."""
+    temperature = to_device([1.0 if each.is_greedy else each.temperature for each in settings], logits.device)
+    chances = (logits.float() / temperature[:, None]).softmax(-1)
+    cut = [index for index, each in enumerate(settings) if _cuts(each)]
+    if cut:
+        some = slice(None) if len(cut) == len(settings) else to_device(cut, logits.device)
+        rows = Rows.of([settings[index] for index in cut], logits.device, logits.shape[-1])
+        chances[some] = filtered(chances[some], rows)
+    greedy = [index for index, each in enumerate(settings) if each.is_greedy]
+    if greedy:
+        rows_of_greedy = to_device(greedy, logits.device)
+        best = logits[rows_of_greedy].argmax(-1, keepdim=True)
+        chances[rows_of_greedy] = chances.new_zeros(len(greedy), logits.shape[-1]).scatter_(-1, best, 1.0)
+    return chances
+
+
+def _cuts(sampling: Sampling) -> bool:
+    cuts = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.typical_p < 1
+    return cuts and not sampling.is_greedy
+
+
+def filtered(chances: Tensor, rows: Rows) -> Tensor:
+    """Probabilities after top-k, top-p, min-p and typical-p, each of what the one before left; rows sum to one."""
+    if rows.top_k is not None or rows.top_p is not None:
+        chances = _top(chances, rows)
+    if rows.min_p is not None:
+        chances = _normed(chances.masked_fill(chances < rows.min_p * chances.amax(-1, keepdim=True), 0.0))
+    if rows.typical_p is not None:
+        chances = _typical(chances, rows.typical_p)
+    return chances
+
+
+def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
+    """The token [R] at which the cumulated chances [R, V] exceed a share `uniforms` [R] of their sum."""
+    cumulated = chances.cumsum(-1)
+    token = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)
+    return token[:, 0].clamp_(max=chances.shape[-1] - 1)
+
+
+def _top(chances: Tensor, rows: Rows) -> Tensor:
+    """The k likeliest, and of those the fewest that together reach p."""
+    width = chances.shape[-1]
+    looked = width
+    if not chances.is_cuda:
+        looked = min(width, rows.largest_k if rows.largest_k < width else FIRST_LOOK)
+    kept = _top_among(chances, rows, looked)
+    if kept is None:
+        kept = _top_among(chances, rows, width)
+    assert kept is not None
+    return _normed(kept)
+
+
+def _top_among(chances: Tensor, rows: Rows, looked: int) -> Tensor | None:
+    """That among the `looked` likeliest; None where more would have to be seen."""
+    ordered, index = chances.topk(looked) if looked < chances.shape[-1] else chances.sort(descending=True)
+    rank = torch.arange(looked, device=chances.device)
+    if rows.top_k is not None:
+        ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
+    elif looked < chances.shape[-1] and rows.top_p is None:
+        return None
+    if looked < chances.shape[-1] and _needs_more(ordered, chances, rows, looked):
+        return None
+    if rows.top_p is not None:
+        whole = chances.sum(-1, keepdim=True) if rows.top_k is None else _whole(ordered, chances, rows)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before >= rows.top_p * whole, 0.0)
+    return torch.zeros_like(chances).scatter_(-1, index, ordered)
+
+
+def _whole(ordered: Tensor, chances: Tensor, rows: Rows) -> Tensor:
+    """The sum that top-p is a share of: of the k likeliest, or of all where a row has no k."""
+    assert rows.top_k is not None
+    unlimited = rows.top_k >= chances.shape[-1]
+    return torch.where(unlimited, chances.sum(-1, keepdim=True), ordered.sum(-1, keepdim=True))
+
+
+def _needs_more(ordered: Tensor, chances: Tensor, rows: Rows, looked: int) -> bool:
+    """Whether some row keeps tokens beyond the `looked` likeliest."""
+    limited = torch.zeros(len(chances), 1, dtype=torch.bool) if rows.top_k is None else rows.top_k <= looked
+    if rows.top_p is None:
+        return not bool(limited.all())
+    reached = ordered.sum(-1, keepdim=True) >= rows.top_p
+    return not bool((limited | (reached & (rows.top_p < 1))).all())
+
+
+def _typical(chances: Tensor, share: Tensor) -> Tensor:
+    """The fewest tokens closest to the entropy in surprise that together reach `share` (Meister et al. 2022)."""
+    surprise = -chances.log()
+    entropy = torch.where(chances > 0, chances * surprise, 0.0).sum(-1, keepdim=True)
+    order = (surprise - entropy).abs().argsort(-1)
+    ordered = chances.gather(-1, order)
+    before = ordered.cumsum(-1) - ordered
+    ordered = ordered.masked_fill((before >= share) & (share < 1), 0.0)
+    return _normed(torch.zeros_like(chances).scatter_(-1, order, ordered))
+
+
+def _normed(chances: Tensor) -> Tensor:
+    return chances / chances.sum(-1, keepdim=True)
+
+
+def adjust(logits: Tensor, sequence: Sequence, allowed: Tensor | None) -> None:
+    """Apply the bias, the penalties and the grammar of one sequence to its row [V] of logits, in place."""
+    sampling = sequence.sampling
+    if sampling.repetition_penalty != 1:
+        index = torch.tensor(sorted(sequence.seen), device=logits.device)
+        seen, penalty = logits[index], sampling.repetition_penalty
+        logits[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.said:
+        index = torch.tensor(list(sequence.said), device=logits.device)
+        counts = torch.tensor(list(sequence.said.values()), device=logits.device, dtype=logits.dtype)
+        logits[index] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    for token, bias in sampling.logit_bias.items():
+        if token < len(logits):
+            logits[token] += bias
+    if allowed is not None:
+        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)

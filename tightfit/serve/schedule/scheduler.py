@@ -1,0 +1,266 @@
+"""What the next step computes: continuous batching with chunked prefill, priorities and preemption.
+
+Every step takes one token of each answer that is under way, and fills the rest of its token budget with prompts, in
+pieces where they are long (Sarathi, Agrawal et al. 2023): nobody waits for somebody else's prompt. A prompt gets all
+its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that comes
+last in the order (priority, arrival) gives all of its own back and waits; it is computed again later, often from blocks
+that are still in the cache, or copied back from the host where it was kept there (`host`).
+A waiting sequence of a better priority takes the place of a running one of a worse.
+
+Nothing here knows a model or a device: lengths are enough.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tightfit.serve.requests.request import Finish
+from tightfit.serve.schedule.block_pool import BlockPool
+from tightfit.serve.schedule.sequence import Sequence
+
+
+class Host(Protocol):
+    """Keeps keys and values of sequences that have no blocks."""
+
+    def save(self, sequence: Sequence) -> None:
+        """It is about to lose its blocks."""
+
+    def restore(self, sequence: Sequence) -> None:
+        """It has blocks again, and knows how much was found in them: may say that more is stored."""
+
+    def drop(self, sequence: Sequence) -> None:
+        """It is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much one step may do."""
+
+    sequences: int = 64
+    step_tokens: int = 2048
+    prefix_cache: bool = True
+    lookahead: int = 0
+    """Tokens that speculation may add to one of an answer."""
+    rewind_at: int | None = None
+    """The length beyond which all keys of a sequence have to be computed again, in another way (LongRoPE)."""
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """`count` positions of a sequence from `start` on, and room for `lookahead` guesses after them."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    lookahead: int = 0
+    proposal: list[int] = field(default_factory=list)
+    chooses: bool = False
+    """Whether the next token is chosen after it: it has the sequence's last position."""
+
+    @property
+    def end(self) -> int:
+        """The first position after it, guesses aside."""
+        return self.start + self.count
+
+
+class Scheduler:
+    """Who waits, who runs, and what each running sequence computes next."""
+
+    def __init__(self, pool: BlockPool, limits: Limits, host: Host | None = None) -> None:
+        self.pool, self.limits, self.host = pool, limits, host
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
+        self._entries = 0
+        self._waiting_count = 0
+        self._slots = list(range(limits.sequences))[::-1]
+        self._gone: set[Sequence] = set()  # who had to go in the schedule being made
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return self._waiting_count
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or runs."""
+        return bool(self.running) or self._waiting_count > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn. All of it must fit the pool alone: then it can always be finished."""
+        longest = len(sequence.prompt) + sequence.sampling.max_tokens
+        assert self.pool.blocks_for(longest) <= self.pool.size
+        assert sequence.state == "waiting"
+        self._push(sequence)
+
+    def remove(self, sequence: Sequence, finish: Finish) -> None:
+        """A sequence is over, or nobody wants it any more: its blocks are free at once."""
+        if sequence.state == "finished":
+            return
+        if sequence.state == "running":
+            self._stop(sequence)
+        else:
+            self._waiting_count -= 1  # its entry in the heap is passed over later
+            if self.host is not None:
+                self.host.drop(sequence)
+        sequence.state, sequence.finish = "finished", finish
+
+    def schedule(self) -> list[Chunk]:
+        """The next step: chunks of different sequences, those that go on with their answers first."""
+        self._gone = set()
+        if self.limits.rewind_at is not None:
+            self._rewind(self.limits.rewind_at)
+        chunks, prompts = self._answers()
+        budget = self.limits.step_tokens - sum(chunk.count + chunk.lookahead for chunk in chunks)
+        for sequence in prompts:
+            if budget > 0 and sequence.state == "running" and self._has_blocks(sequence):
+                chunks.append(self._piece(sequence, budget))
+                budget -= chunks[-1].count
+        while budget > 0 and (admitted := self._admitted()) is not None:
+            chunks.append(self._piece(admitted, budget))
+            budget -= chunks[-1].count
+        return [chunk for chunk in chunks if chunk.sequence not in self._gone] if self._gone else chunks
+
+    def launched(self, chunks: Iterable[Chunk]) -> None:
+        """A step of `chunks` has begun: what they store and choose is on its way."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.stored = chunk.start + chunk.count
+            sequence.pending += chunk.chooses
+
+    def settle(self, sequence: Sequence) -> None:
+        """Let others find the blocks of a sequence that have become full of known tokens."""
+        if not self.limits.prefix_cache or sequence.state != "running":
+            return
+        full = min(sequence.stored, len(sequence.tokens)) // self.pool.block_size
+        if full > sequence.remembered:
+            digests = sequence.digests_of(full, self.pool.block_size)
+            for index in range(sequence.remembered, full):
+                self.pool.remember(sequence.blocks[index], digests[index])
+            sequence.remembered = full
+
+    def _rewind(self, length: int) -> None:
+        """Let sequences that have just grown beyond `length` begin again, in the blocks they have."""
+        for sequence in self.running:
+            if sequence.length > length and not sequence.rewound:
+                sequence.rewound, sequence.stored, sequence.draft_stored = True, 0, 0
+
+    def _answers(self) -> tuple[list[Chunk], list[Sequence]]:
+        """The next token of every answer under way, and who still has more than one position to store.
+
+        This runs for every answer of every step: hundreds of times in the milliseconds a step takes.
+        """
+        budget, chunks, prompts = self.limits.step_tokens, [], []
+        block_size, most = self.pool.block_size, self.limits.lookahead
+        for sequence in tuple(self.running):
+            stored, length = sequence.stored, len(sequence.tokens) + sequence.pending
+            if length - stored > 1:
+                prompts.append(sequence)
+            elif length == stored or length - len(sequence.prompt) >= sequence.sampling.max_tokens:
+                continue  # the last token, once chosen, has none after it
+            elif budget > 0 and sequence.state == "running":
+                if length > len(sequence.blocks) * block_size and not self._has_blocks(sequence):
+                    continue
+                lookahead = self._lookahead(sequence, budget - 1) if most else 0
+                chunks.append(Chunk(sequence, stored, 1, lookahead, chooses=True))
+                budget -= 1 + lookahead
+        return [chunk for chunk in chunks if chunk.sequence not in self._gone] if self._gone else chunks, prompts
+
+    def _has_blocks(self, sequence: Sequence) -> bool:
+        """Make sure that a running sequence has blocks for all its positions; False where it had to go itself."""
+        need = self.pool.blocks_for(sequence.length) - len(sequence.blocks)
+        while need > self.pool.free and sequence.state == "running":
+            self._preempt(self.running[-1])
+        if sequence.state != "running":
+            return False
+        sequence.blocks += self.pool.take(max(need, 0))
+        return True
+
+    def _lookahead(self, sequence: Sequence, budget: int) -> int:
+        """How many guesses there is room for, in the budget, the answer and the pool."""
+        left = sequence.sampling.max_tokens - sequence.generated - 1
+        if self.limits.rewind_at is not None and sequence.length <= self.limits.rewind_at:
+            left = min(left, self.limits.rewind_at - sequence.length)
+        wanted = min(self.limits.lookahead, budget, left)
+        if wanted <= 0 or sequence.pending:
+            return 0
+        need = self.pool.blocks_for(sequence.length + wanted) - len(sequence.blocks)
+        if need > self.pool.free:
+            return 0
+        sequence.blocks += self.pool.take(max(need, 0))
+        return wanted
+
+    def _piece(self, sequence: Sequence, budget: int) -> Chunk:
+        count = min(sequence.length - sequence.stored, budget)
+        return Chunk(sequence, sequence.stored, count, chooses=sequence.stored + count == sequence.length)
+
+    def _admitted(self) -> Sequence | None:
+        """The first in the queue, now running, if there is a place and there are blocks for all it has so far."""
+        sequence = self._first_waiting()
+        if sequence is None or sequence.pending or sequence in self._gone:
+            return None
+        while not self._fits(sequence):
+            last = self.running[-1] if self.running else None
+            if last is None or last.priority <= sequence.priority:
+                return None
+            self._preempt(last)
+        heapq.heappop(self._waiting)
+        self._waiting_count -= 1
+        self._start(sequence)
+        return sequence
+
+    def _fits(self, sequence: Sequence) -> bool:
+        found = self._found(sequence)
+        need = self.pool.blocks_for(sequence.length) - len(found) + self.pool.free_among(found)
+        return bool(self._slots) and need <= self.pool.free
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        """Blocks of its prefix that are in the cache; its last position is computed in any case."""
+        if not self.limits.prefix_cache:
+            return []
+        full = (sequence.length - 1) // self.pool.block_size
+        return self.pool.find(sequence.digests_of(full, self.pool.block_size))
+
+    def _start(self, sequence: Sequence) -> None:
+        found = self._found(sequence)
+        self.pool.hold(found)
+        sequence.blocks = found + self.pool.take(self.pool.blocks_for(sequence.length) - len(found))
+        sequence.stored = sequence.draft_stored = len(found) * self.pool.block_size
+        sequence.remembered = len(found)
+        sequence.rewound = self.limits.rewind_at is not None and sequence.length > self.limits.rewind_at
+        if not sequence.preemptions:
+            sequence.cached = sequence.stored
+        if self.host is not None:
+            self.host.restore(sequence)
+        sequence.slot, sequence.state = self._slots.pop(), "running"
+        insort(self.running, sequence, key=lambda each: each.order)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Give back what a running sequence holds."""
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        self._slots.append(sequence.slot)
+        sequence.blocks, sequence.stored, sequence.draft_stored, sequence.remembered = [], 0, 0, 0
+        sequence.slot = -1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        if self.host is not None:
+            self.host.save(sequence)
+        self._stop(sequence)
+        sequence.state = "waiting"
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._gone.add(sequence)
+        self._push(sequence)
+
+    def _push(self, sequence: Sequence) -> None:
+        self._entries += 1
+        heapq.heappush(self._waiting, (sequence.order, self._entries, sequence))
+        self._waiting_count += 1
+
+    def _first_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][2].state != "waiting":
+            heapq.heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None

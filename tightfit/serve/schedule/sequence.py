@@ -1,0 +1,106 @@
+"""One answer in the making: its tokens, its blocks of the cache, and how far the cache has it.
+
+`length` counts the prompt, the tokens chosen, and one more while a step is running whose choice nobody has read yet
+(`pending`): schedules only need lengths, so the next step is prepared before the tokens of the last one are known.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from tightfit.serve.requests.request import Finish
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule.block_pool import ROOT, Digest, block_digest
+
+State = Literal["waiting", "running", "finished"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what follows it. Lower `priority` goes first, then whoever came first."""
+
+    prompt: list[int]
+    sampling: Sampling
+    index: int = 0
+    """Which of the answers to one request it is: each has random numbers of its own."""
+    priority: int = 0
+    arrival: int = 0
+    adapter: str | None = None
+    state: State = "waiting"
+    tokens: list[int] = field(init=False)
+    blocks: list[int] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)
+    remembered: int = 0
+    """How many of its blocks can be found by others."""
+    stored: int = 0
+    """Positions whose keys and values are in the cache, or will be when the running step is over."""
+    draft_stored: int = 0
+    """The same for the cache of the draft model."""
+    pending: int = 0
+    cached: int = 0
+    """Positions that were found in the cache when it was first admitted."""
+    slot: int = -1
+    """Its row in the buffers of the device while it runs."""
+    rewound: bool = False
+    """Whether its keys are those of a sequence beyond the length at which they change."""
+    finish: Finish | None = None
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Positions so far, the one being chosen included."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer so far, the one being chosen included."""
+        return self.length - len(self.prompt)
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer that are known."""
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens of the answer."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: the smaller."""
+        return self.priority, self.arrival, self.index
+
+    @cached_property
+    def said(self) -> Counter[int]:
+        """How often each token is in the answer; `append` keeps it."""
+        return Counter(self.answer)
+
+    @cached_property
+    def seen(self) -> set[int]:
+        """Every token of prompt and answer."""
+        return set(self.tokens)
+
+    def append(self, token: int) -> None:
+        """The next token of the answer is known."""
+        if self.sampling.has_penalties:
+            self.said[token] += 1
+            self.seen.add(token)
+        self.tokens.append(token)
+
+    @property
+    def _root(self) -> Digest:
+        """What its first block comes after: keys and values of another adapter are others."""
+        return ROOT if self.adapter is None else self.adapter.encode("utf-8", "surrogatepass")
+
+    def digests_of(self, count: int, block_size: int) -> list[Digest]:
+        """The names of its first `count` blocks, all of which must be full of known tokens."""
+        while len(self.digests) < count:
+            start = len(self.digests) * block_size
+            before = self.digests[-1] if self.digests else self._root
+            self.digests.append(block_digest(before, self.tokens[start : start + block_size]))
+        return self.digests[:count]

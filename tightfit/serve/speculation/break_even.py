@@ -1,0 +1,78 @@
+"""Whether guessing pays: from which share of kept guesses on a step with guesses is faster than steps without.
+
+A step that checks k guesses adds 1 + k · share tokens to an answer, so it pays where
+
+    seconds(guess and check) / seconds(plain step) < 1 + k · share
+
+Both are timed when an engine starts, for one answer under way on a CPU; several at a time have to keep more, as
+checking then costs more. On a GPU a plain step is a captured graph, which an engine that guesses does not have: nothing
+is said there.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from tightfit.serve.forward.runner import Runner
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.chooser import Asked, choose
+from tightfit.serve.schedule.block_pool import BlockPool
+from tightfit.serve.schedule.scheduler import Chunk
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.step import make_step
+from tightfit.serve.speculation.proposers import Proposer
+
+POSITIONS = 32
+"""Of the answer that is timed."""
+ROUNDS = 3
+ENOUGH = 200
+"""Guesses from which their kept share is told."""
+
+
+def break_even_share(
+    runner: Runner, proposer: Proposer, pool: BlockPool, guesses: int, max_length: int
+) -> float | None:
+    """The share of kept guesses from which on guessing is faster; above 1: never. None without room to try."""
+    length = min(POSITIONS, min(max_length, pool.size * pool.block_size) - guesses)
+    if length < 1:
+        return None
+    sequence = Sequence([0] * length, Sampling(temperature=0))
+    sequence.blocks = pool.take(pool.blocks_for(length + guesses))
+    try:
+        plain = _median_seconds(lambda: _step(runner, None, sequence, 0, pool.block_size))
+        guessing = _median_seconds(lambda: _step(runner, proposer, sequence, guesses, pool.block_size))
+    finally:
+        pool.release(sequence.blocks)
+    return (guessing / plain - 1) / guesses
+
+
+@torch.inference_mode()
+def _step(runner: Runner, proposer: Proposer | None, sequence: Sequence, guesses: int, block_size: int) -> None:
+    """One step of an answer, as an engine makes it."""
+    last = sequence.length - 1
+    sequence.draft_stored = last
+    chunk = Chunk(sequence, last, 1, guesses, chooses=True)
+    drawn = proposer.propose([chunk]) if proposer is not None else {}
+    chunk.proposal = (chunk.proposal + [0] * guesses)[:guesses]  # a lookup may have found fewer
+    logits = runner.logits(make_step([chunk], block_size, runner.device))
+    choose(logits, [Asked(sequence, None, tuple(chunk.proposal), drawn.get(sequence))])
+
+
+def _median_seconds(run: Callable[[], None]) -> float:
+    run()  # what is made on first use is not timed
+    found = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def hint(kept: int, guessed: int, needed: float | None) -> str | None:
+    """A sentence where guesses are kept too seldom to pay; None where they pay, or nobody knows."""
+    if needed is None or guessed < ENOUGH or kept >= needed * guessed:
+        return None
+    pays = f"they pay from {needed:.0%} on" if needed <= 1 else "checking them takes longer than they can save here"
+    return f"{kept / guessed:.0%} of {guessed:,} guesses were kept, but {pays}: answers would come sooner without"

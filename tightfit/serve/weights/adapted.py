@@ -1,0 +1,66 @@
+"""AdaptedWeight: matrices in codes, and what a run's adapters add to their products.
+
+    y = W x + b, and rows of y that have an adapter get B (A x)
+
+A's of the joined layers stand one above the other and are one product; each B is added to its own rows of y. For models
+that are runs of adapters over packed weights; adapters that requests ask for by name are forward/adapters.py's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, starmap
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.serve.weights.weight import Weight
+
+
+class AddedRows(NamedTuple):
+    """B of one layer, which outputs of the joint product it is added to, and which rows of the joint A are its own."""
+
+    outputs: slice
+    low: slice
+    up: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedWeight(Weight):
+    """The joint codes, the joint A [r, K], and the B's."""
+
+    base: Weight
+    down: Tensor
+    added: tuple[AddedRows, ...]
+
+    def product(self, x: Tensor) -> Tensor:
+        made, low = self.base.product(x), F.linear(x, self.down)
+        for part in self.added:
+            made[:, part.outputs].addmm_(low[:, part.low], part.up.T)
+        return made
+
+
+def with_adapters(base: Weight, linears: Sequence[nn.Module]) -> Weight:
+    """`base`, which is the codes of `linears`, with the adapters that some of them have.
+
+    The layers' A's become views of the joint one, so that nothing is held twice.
+    """
+    adapted = [layer for layer in linears if isinstance(layer, LinearPlusAdapter)]
+    if not adapted:
+        return base
+    downs = {id(layer.down): layer.down for layer in adapted}
+    joint = torch.cat(list(downs.values())) if len(downs) > 1 else adapted[0].down
+    ends = list(accumulate(map(len, downs.values()), initial=0))
+    places = dict(zip(downs, starmap(slice, pairwise(ends)), strict=True))
+    views = {key: joint[place] for key, place in places.items()}
+    added, output = [], 0
+    for layer in linears:
+        end = output + int(layer.out_features)  # type: ignore[arg-type]
+        if isinstance(layer, LinearPlusAdapter):
+            key = id(layer.down)
+            added.append(AddedRows(slice(output, end), places[key], layer.up))
+            layer.down = views[key]
+        output = end
+    return AdaptedWeight(base, joint, tuple(added))

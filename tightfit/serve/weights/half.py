@@ -1,0 +1,83 @@
+"""HalfWeight: a float32 matrix of a CPU as 16-bit floats, where that loses nothing; inputs and sums stay float32.
+
+One token reads every weight once, so half the bytes are half the time. Published checkpoints are bfloat16 mostly, and a
+half-precision float holds such a number exactly from 2⁻¹⁷ on: what is below is off by 2⁻²⁵ at most. A matrix of K
+columns counts as unchanged if it is off by less than float32's rounding of a sum of K terms: √K · 2⁻²⁴ of its norm.
+Where a model's other products round to bfloat16 anyway (int4.py), 2⁻¹¹ of its norm is little enough.
+FBGEMM inside torch has the products (x86 only). The decoder keeps its float32 weights, so this is a copy; the budget
+counts it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.serve.weights.weight import PlainWeight, Weight
+
+ENGINES = ("x86", "fbgemm")
+ROUNDING = 2.0**-24
+"""Half of float32's spacing at one."""
+HALF_ROUNDING = 2.0**-11
+"""The same of 16-bit floats."""
+TINY = 1e-30
+FEWEST = 2**18
+"""Elements from which half the bytes are worth a call of some 30 µs instead of 4."""
+
+PIECE_ROWS = 8192
+"""Packed at a time: FBGEMM takes twice as long for 49,152 rows at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class HalfWeight(Weight):
+    """What torch's product takes, and that product itself: found once, as torch looks at every argument of a call that
+    goes through `torch.ops`, which takes as long as a small norm."""
+
+    pieces: tuple[Any, ...]
+    """Of `PIECE_ROWS` rows each, or fewer."""
+    multiply: Callable[..., Tensor]
+    bias: Tensor | None
+
+    def product(self, x: Tensor) -> Tensor:
+        parts = [self.multiply(x, piece) for piece in self.pieces]
+        made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return made if self.bias is None else made + self.bias
+
+
+def halved(plain: PlainWeight) -> Weight:
+    """A copy of `plain` in 16 bits, or a small one itself."""
+    if plain.matrix.numel() < FEWEST:
+        return plain
+    pieces = tuple(torch.ops.quantized.linear_prepack_fp16(piece, None) for piece in plain.matrix.split(PIECE_ROWS))
+    return HalfWeight(pieces, torch.ops.quantized.linear_dynamic_fp16.default._op, plain.bias)
+
+
+def copy_bytes(*parts: Tensor) -> int:
+    """What a copy of `parts`, joined, takes."""
+    elements = sum(part.numel() for part in parts)
+    return 2 * elements if elements >= FEWEST else 0
+
+
+def has_products(weight: Tensor) -> bool:
+    """Whether torch has them for matrices like `weight`."""
+    here = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return here and torch.backends.quantized.engine in ENGINES
+
+
+def is_exact(weight: Tensor) -> bool:
+    """Whether 16 bits are off by less than float32's rounding of a product, all elements together."""
+    return _off(weight) <= ROUNDING * math.sqrt(weight.shape[1])
+
+
+def is_near(weight: Tensor) -> bool:
+    """Whether 16 bits are off by no more than their own spacing: nothing is too large or too small for them."""
+    return _off(weight) <= HALF_ROUNDING
+
+
+def _off(weight: Tensor) -> float:
+    """The part of the weight's norm that 16 bits lose."""
+    off = torch.linalg.vector_norm(weight.half().float() - weight)
+    return float(off / torch.linalg.vector_norm(weight).clamp(min=TINY))

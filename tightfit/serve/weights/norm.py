@@ -1,0 +1,63 @@
+"""Norm: RMSNorm before or after the products of a step, x / √(mean(x²) + ε) · (w + offset)."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.kernels.rms_norm import rms_norm
+from tightfit.kernels.triton_support import use_triton
+from tightfit.models.spec import ModelSpec
+
+
+class RowNorm(NamedTuple):
+    """The same over rows of W numbers in few calls of torch, which for few tokens take longer than their arithmetic:
+    x / hypot(‖x‖, √(Wε)) · w√W."""
+
+    scaled: Tensor
+    least: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, offset: float, eps: float) -> Self:
+        """That of a model's weight."""
+        width = weight.numel()
+        return cls((weight.detach() + offset) * math.sqrt(width), torch.tensor(math.sqrt(width * eps)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x [..., W]."""
+        return x.div(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self.least)).mul_(self.scaled)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm of the model; `row_norm` computes it on a CPU."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+    on_cpu: bool
+    row_norm: RowNorm | None
+
+    @classmethod
+    def of(cls, norm: nn.Module, spec: ModelSpec) -> Self:
+        """That of a module of a model of `spec`."""
+        weight, offset = norm.weight, 1.0 if spec.norm == "rms_plus_one" else 0.0
+        assert isinstance(weight, Tensor)
+        on_cpu = weight.device.type == "cpu" and not use_triton("auto", weight)
+        row_norm = RowNorm.of(weight, offset, spec.norm_eps) if on_cpu and weight.dtype == torch.float32 else None
+        return cls(weight, spec.norm_eps, offset, on_cpu, row_norm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x [..., W]."""
+        if self.row_norm is not None:
+            return self.row_norm(x)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x + residual, and that sum."""
+        if self.on_cpu:
+            s = x + residual
+            return self(s), s
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual)

@@ -1,0 +1,96 @@
+"""Weight: a matrix [N, K] of the model, or several of one input one above the other, as a step multiplies by it.
+
+A kind of matrix is a file of this folder. It has a product; where it has a kernel of its own for the one token of a
+decoding step on a GPU, in which the norm before it and what comes after are part of the product, it has that too.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tightfit.kernels.decode_linear import decode_linear
+from tightfit.kernels.glu import glu
+from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.spec import Activation
+from tightfit.serve.weights.norm import Norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """What is part of a product of one token: a norm before it; a gated activation, or a residual to add, after it."""
+
+    norm: Norm | None = None
+    activation: Activation | None = None
+    """The matrix is gate over up."""
+    residual: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    overlap: bool = False
+    """Let the kernel begin while the one before it ends."""
+
+    @property
+    def around(self) -> dict[str, Any]:
+        """What stands before and after the product, as our kernels take it."""
+        norm = self.norm
+        before = {} if norm is None else {"norm": norm.weight, "norm_eps": norm.eps, "norm_offset": norm.offset}
+        return before | {"residual": self.residual, "overlap": self.overlap}
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The product's input."""
+        return x if self.norm is None else self.norm(x)
+
+
+class Weight(ABC):
+    """What a step needs of a matrix and its bias."""
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """x · Wᵀ + b of x [M, K]."""
+
+    def gated_product(self, x: Tensor, activation: Activation) -> Tensor:
+        """act(g) · u where the matrix is gate over up."""
+        gate, up = self.product(x).chunk(2, dim=-1)
+        return glu(gate, up, activation)
+
+    def one_token(self, x: Tensor, fused: Fused) -> Tensor:
+        """The product of x [1, K] and what is fused with it; here one after the other."""
+        x = fused.normed(x)
+        made = self.product(x) if fused.activation is None else self.gated_product(x, fused.activation)
+        return made if fused.residual is None else made + fused.residual
+
+
+@dataclass(frozen=True, eq=False)
+class PlainWeight(Weight):
+    """A matrix as it is."""
+
+    matrix: Tensor
+    bias: Tensor | None
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.matrix, self.bias)
+
+    def one_token(self, x: Tensor, fused: Fused) -> Tensor:
+        kept: dict[str, Any] = {"bias": self.bias, "out_dtype": fused.out_dtype, **fused.around}
+        return decode_linear(x, self.matrix, activation=fused.activation, **kept)
+
+
+def join_buffers(
+    linears: Sequence[QuantizedLinear],
+    name: str,
+    *,
+    dim: int = 0,
+    arranged: Callable[[Tensor], Tensor] = lambda joint: joint,
+) -> Tensor | None:
+    """A buffer of layers, one above the other and `arranged`; the layers' own become views of it, so that nothing is
+    held twice."""
+    parts = [getattr(linear, name) for linear in linears]
+    if parts[0] is None:
+        return None
+    joint = arranged(torch.cat(parts, dim) if len(parts) > 1 else parts[0])
+    for linear, part in zip(linears, joint.split([part.shape[dim] for part in parts], dim), strict=True):
+        setattr(linear, name, part)
+    return joint
