@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from tests.covering import above_four_ranks, covering, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
+from tests.plan.questions import planned
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.cli.main import app
 from tightfit.collectives import conjugate
@@ -35,7 +36,7 @@ from tightfit.models.presets import preset
 from tightfit.parallel import data, pipeline, tensor
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove import equivalence_check as gate
-from tightfit.prove.check_target import CheckTarget, miniature
+from tightfit.prove.check_target import CheckTarget, exact_target, miniature, read_target
 from tightfit.prove.equivalence import TOLERANCE, Verdict, compare
 from tightfit.prove.equivalence_check import run_check
 from tightfit.train import step
@@ -71,6 +72,17 @@ def test_what_is_right_passes(group: Make, layout: Layout) -> None:
 
 def test_a_routed_model_passes(group: Make) -> None:
     assert group(2).run(judge, CheckTarget(TINY_ROUTED, TENSOR, passes=2))[0].same
+
+
+def test_a_plan_of_last_resort_passes(group: Make, tmp_path: Path) -> None:
+    """Weights on the host and updates inside backward, of a model that fits two cards in no other way."""
+    plan = planned("llama-3.1-70b", "2xRTX4090", 4096, 8).plan
+    assert plan.fits
+    assert plan.levers.update_in_backward
+    plan.save(tmp_path / "plan.json")
+    checked = exact_target(miniature(read_target(tmp_path / "plan.json")))
+    verdict = group(2).run(judge, checked)[0]
+    assert verdict.same, verdict.first
 
 
 @pytest.mark.parametrize("fault", [None, "averages"])

@@ -114,11 +114,15 @@ def test_expert_ranks_train_as_one_process_does(group: Make, name: str) -> None:
 LOADS = {"one rank idle": (0, 1, 2), "uneven": (6, 0, 7), "one hot": (5, 5, 5)}
 
 
-@pytest.mark.parametrize(("load", "zero"), covering(list(product(LOADS, (0, 3)))))
-def test_whatever_the_load(group: Make, load: str, zero: int) -> None:
-    """A rank that gets nothing still answers, and experts that get nothing have gradients of zero."""
+RECOMPUTED = (Levers(), Levers(checkpoint_every=1), Levers(checkpoint_every=1, checkpoint_keep="matmuls"))
+
+
+@pytest.mark.parametrize(("load", "zero", "levers"), covering(list(product(LOADS, (0, 3), RECOMPUTED))))
+def test_whatever_the_load(group: Make, load: str, zero: int, levers: Levers) -> None:
+    """A rank that gets nothing still answers, and experts that get nothing have gradients of zero; a recomputed layer
+    has all tokens of a rank, also where fewer rows come to it."""
     layout = Layout.model_validate({"data": 2, "expert": 2, "zero": zero, "micro_batch": 2})
-    require_same(group(2).run(judge, CheckTarget(ROUTED, layout, passes=2), LOADS[load]))
+    require_same(group(2).run(judge, CheckTarget(ROUTED, layout, levers, passes=2), LOADS[load]))
 
 
 def count_sent(target: CheckTarget) -> int:

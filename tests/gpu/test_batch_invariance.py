@@ -29,7 +29,7 @@ def small(request: pytest.FixtureRequest) -> Decoder:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"graphs": False}, {"pipelined": False}, {"cache_format": "int8"}],
+    [{}, {"graphs": False}, {"async_steps": False}, {"cache_format": "int8"}],
     ids=["all", "plain", "host", "int8"],
 )
 def test_company_changes_no_bit(small: Decoder, changes: Any) -> None:

@@ -83,12 +83,12 @@ def answers(engine: Engine, count: int = 6, prompt_step: int = 40, **settings: A
 
 def test_every_way_of_running_gives_the_same_tokens(small: Decoder) -> None:
     config = EngineConfig(max_sequences=8, step_tokens=128, cache_bytes=2**28)
-    wanted = answers(Engine(small, None, replace(config, pipelined=False)))
+    wanted = answers(Engine(small, None, replace(config, async_steps=False)))
     ways: list[Any] = [{}, {"graphs": False}, {"overlap": False}, {"max_sequences": 1}, {"step_tokens": 1024}]
     for changes in ways:
         assert answers(Engine(small, None, replace(config, **changes))) == wanted, changes
     seeded: Any = {"temperature": 1.1, "seed": 3, "top_p": 0.9}
-    sampled = answers(Engine(small, None, replace(config, pipelined=False)), **seeded)
+    sampled = answers(Engine(small, None, replace(config, async_steps=False)), **seeded)
     assert answers(Engine(small, None, config), **seeded) == sampled
     assert sampled != wanted
 
@@ -139,7 +139,7 @@ def test_bfloat16_logits_are_as_good_as_the_decoders(small: Decoder) -> None:
     with torch.no_grad():
         truth = wide(tokens).logits[0, -1]
         eager = narrow(tokens).logits[0, -1]
-    engine = Engine(narrow, None, EngineConfig(max_sequences=2, step_tokens=64, cache_bytes=2**28, pipelined=False))
+    engine = Engine(narrow, None, EngineConfig(max_sequences=2, step_tokens=64, cache_bytes=2**28, async_steps=False))
     caught: list[torch.Tensor] = []
     run = engine.runner.logits
 
@@ -193,7 +193,7 @@ def test_attention_at_real_sizes(D: int, window: int | None, softcap: float | No
 def test_keys_and_values_in_a_byte_each(small: Decoder, form: CacheFormat) -> None:
     """Kernels over codes and captured steps give what gathered, widened blocks give without graphs."""
     config = EngineConfig(max_sequences=6, step_tokens=128, cache_bytes=2**24, cache_format=form)
-    fast, plain = Engine(small, None, config), Engine(small, None, replace(config, graphs=False, pipelined=False))
+    fast, plain = Engine(small, None, config), Engine(small, None, replace(config, graphs=False, async_steps=False))
     plain.runner.cache.impl = "torch"
     assert answers(fast) == answers(plain)
     assert fast.runner.cache.storage.element_size() == 1

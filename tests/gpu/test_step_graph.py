@@ -174,3 +174,24 @@ def test_a_graph_that_does_not_fit_is_done_without(monkeypatch: pytest.MonkeyPat
     assert steps(made, spec, 1) == expected
     assert made.graph is not None
     assert not made.graph.is_captured
+
+
+def test_a_capture_that_fails_at_the_second_micro_batch_counts_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, loads, capture = preset("tiny-qwen3-moe"), [], StepGraph._captured
+    captures = 0
+
+    def fail_second(graph: StepGraph, places: Any) -> torch.cuda.CUDAGraph:
+        nonlocal captures
+        captures += 1
+        if captures == 2:
+            raise torch.OutOfMemoryError("no room for a second graph")
+        return capture(graph, places)
+
+    monkeypatch.setattr(StepGraph, "_captured", fail_second)
+    for graph in (False, True):
+        made = program(spec, graph=graph, passes=2)
+        steps(made, spec, 2)
+        layers: Any = made.decoder.layers
+        loads.append([layer.mlp.load.tolist() for layer in layers])
+    assert captures == 2
+    assert loads[0] == loads[1]

@@ -21,7 +21,13 @@ from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.prove import rehearsal
 
 Row = dict[str, str]
-FLAGS = {"memory_truth": "", "lever_truth": " --levers", "split_truth": " --splits", "family_truth": " --families"}
+FLAGS = {
+    "memory_truth": "",
+    "lever_truth": " --levers",
+    "split_truth": " --splits",
+    "family_truth": " --families",
+    "rank_lever_truth": " --rank-levers",
+}
 """Every table, and what its commands are given."""
 MOVED = 0.01
 SHALLOW = 8
@@ -49,6 +55,7 @@ SIMULATED = {
         "pipeline=4 schedule=zero-bubble",
     ],
     "family_truth": ["gemma-3-270m", "gpt2"],
+    "rank_lever_truth": ["update_in_backward=true"],
 }
 """The first case of each of these is simulated by `make test`."""
 
@@ -126,7 +133,7 @@ def test_formulas_are_within_one_percent_of_the_simulation(name: str) -> None:
 
 def first_of_each(name: str) -> list[Row]:
     """The rows of SIMULATED."""
-    column = {"lever_truth": "more", "split_truth": "split", "family_truth": "model"}[name]
+    column = {"split_truth": "split", "family_truth": "model"}.get(name, "more")
     found: dict[str, Row] = {}
     for row in table(name):
         found.setdefault(row[column], row)
@@ -192,13 +199,13 @@ def test_simulated_reserves_are_what_the_table_says(rows: list[Row], monkeypatch
 
 
 TARGETS: dict[tuple[str, str], tuple[float, float]] = {
-    ("peak allocated", "formulas"): (0.05, 0.12),
-    ("peak allocated", "simulation"): (0.03, 0.06),
-    ("peak reserved", "simulation"): (0.01, 0.06),
+    ("peak allocated", "formulas"): (0.002, 0.01),
+    ("peak allocated", "simulation"): (0.002, 0.015),
+    ("peak reserved", "simulation"): (0.006, 0.05),
     ("time of a step", "the planner's costs"): (0.05, 0.30),
 }
 """Mean and worst error."""
-FEWEST = {"memory_truth": 25, "lever_truth": 20, "split_truth": 30, "family_truth": 60}
+FEWEST = {"memory_truth": 25, "lever_truth": 20, "split_truth": 30, "family_truth": 60, "rank_lever_truth": 30}
 STEP_TARGETS = {"memory_truth": (0.025, 0.07), "lever_truth": (0.03, 0.07), "family_truth": (0.04, 0.12)}
 """Of step times, by table; steps of several ranks are not timed."""
 

@@ -25,6 +25,12 @@ def plan() -> Plan:
     return planned("llama-3.1-8b", "2x8xA100-80GB:pcie:hdr", 4096, 64, host="512GB").plan
 
 
+def test_several_gpus_are_said_to_be_unproven() -> None:
+    words = "`tightfit doctor`"
+    assert any(words in note for note in planned("llama-3.2-1b", "2xA100-80GB", 512, 8).notes)
+    assert not any(words in note for note in planned("llama-3.2-1b", "A100-80GB", 512, 8).notes)
+
+
 def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan

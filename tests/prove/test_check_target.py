@@ -1,5 +1,6 @@
 """What the gate is given to check: the job or plan that is asked for, overrides and all, without what rounds."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import pytest
 from tests.plan.questions import planned, question
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
+from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
+from tightfit.models.presets import preset
 from tightfit.plan.answer import answer
-from tightfit.prove.check_target import miniature, read_target, target_of, without_rounding
+from tightfit.prove.check_target import SETTINGS, CheckTarget, exact_target, miniature, read_target, target_of
 
 PINS = ("layout.data=4", "layout.tensor=2", "layout.pipeline=1", "layout.micro_batch=1", "levers.checkpoint_every=1")
 
@@ -67,4 +70,11 @@ def test_a_job_of_adapters_is_checked_with_them(tmp_path: Path) -> None:
 def test_what_rounds_is_left_out_and_nothing_else() -> None:
     kept = {"checkpoint_every": 1, "offload_checkpoints": True, "loss_chunk_bytes": 1, "tiles": 2}
     rounding = {"optimizer_states": "8bit", "rounding": "stochastic", "matmul": "fp8-row", "checkpoint_format": "fp8"}
-    assert without_rounding(Levers.model_validate(kept | rounding)) == Levers.model_validate(kept)
+    target = CheckTarget(preset("tiny-llama"), Layout(), Levers.model_validate(kept | rounding))
+    assert exact_target(target) == replace(target, levers=Levers.model_validate(kept))
+
+
+def test_updates_inside_backward_are_compared_unclipped() -> None:
+    """What clips there is an estimate, which one process does not need."""
+    target = CheckTarget(preset("tiny-llama"), Layout(), Levers(update_in_backward=True))
+    assert exact_target(target) == replace(target, settings=SETTINGS.model_copy(update={"clip_norm": 0.0}))

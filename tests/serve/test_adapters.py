@@ -73,15 +73,15 @@ def request(index: int, adapter: str | None, prompt: list[int] = PROMPT) -> Requ
     return Request(id=str(index), prompt=prompt, sampling=GREEDY, adapter=adapter)
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("async_steps", [False, True])
 def test_adapters_in_one_batch_answer_as_each_merged_alone(
-    model: Decoder, adapters: dict[str, Adapter], pipelined: bool
+    model: Decoder, adapters: dict[str, Adapter], async_steps: bool
 ) -> None:
     alone = {
         name: Engine(merged(model, each), None, CONFIG).generate([request(0, None)]) for name, each in adapters.items()
     }
     plain = Engine(model, None, CONFIG).generate([request(0, None)])
-    config = EngineConfig(**{**vars(CONFIG), "pipelined": pipelined})
+    config = EngineConfig(**{**vars(CONFIG), "async_steps": async_steps})
     engine = Engine(model, None, config, adapters=adapters)
     asked = [None, "first", "second", "first", None, "second"]
     found = engine.generate([request(index, adapter) for index, adapter in enumerate(asked)])

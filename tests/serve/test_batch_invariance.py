@@ -103,7 +103,7 @@ def test_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch, model: Decoder) -> 
 
 def test_steps_launched_ahead_choose_the_same(model: Decoder) -> None:
     """Those without chances are chosen where the model is, the others on the host; there the two meet."""
-    ahead = replace(BASE, pipelined=True)
+    ahead = replace(BASE, async_steps=True)
     assert_company_changes_nothing(model, ahead, seed=1, count=10, longest=32)
     requests = [
         Request(id=str(i), prompt=[i + 1, 5, 9] * (i + 1), sampling=Sampling(max_tokens=9, temperature=i % 2, seed=i))

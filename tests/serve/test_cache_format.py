@@ -94,7 +94,7 @@ def test_answers_are_the_same_in_any_company(name: str, form: CacheFormat) -> No
     spec = pair(name).ours.spec
     alone = [Engine(pair(name).ours, None, config).generate([each])[each.id][0].tokens for each in greedy(name)]
     tiny = replace(config, cache_bytes=8 * 4 * cache_bytes_per_token(spec, 4, form))
-    for other in (config, replace(config, step_tokens=64), replace(config, pipelined=True), tiny):
+    for other in (config, replace(config, step_tokens=64), replace(config, async_steps=True), tiny):
         engine = Engine(pair(name).ours, None, other)
         found = engine.generate(greedy(name))
         assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == alone

@@ -92,11 +92,14 @@ def test_the_budget_counts_the_layers_that_guess(deep: Decoder) -> None:
 
 
 @pytest.mark.parametrize("form", ["model", "int8"])
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_what_gave_way_comes_back_from_the_host(form: CacheFormat, pipelined: bool) -> None:
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_what_gave_way_comes_back_from_the_host(form: CacheFormat, async_steps: bool) -> None:
     model = pair("llama").ours
     tiny = replace(
-        SMALL, cache_format=form, cache_bytes=8 * 4 * cache_bytes_per_token(model.spec, 4, form), pipelined=pipelined
+        SMALL,
+        cache_format=form,
+        cache_bytes=8 * 4 * cache_bytes_per_token(model.spec, 4, form),
+        async_steps=async_steps,
     )
     computed = Engine(model, None, replace(tiny, prefix_cache=False))
     wanted = computed.generate(greedy("llama"))

@@ -31,7 +31,7 @@ def is_result_wanted() -> bool:
     return not getattr(_thread, "unwanted", False)
 
 
-def placeholder(like: Tensor, width: int) -> Tensor:
-    """An uninitialised tensor [..., width] on the device of `like` that takes no memory."""
-    shape = (*like.shape[:-1], width)
+def placeholder(like: Tensor, width: int, rows: int | None = None) -> Tensor:
+    """An uninitialised tensor [..., width], or [rows, width], on the device of `like` that takes no memory."""
+    shape = (*like.shape[:-1], width) if rows is None else (rows, width)
     return like.new_empty_strided(shape, (0,) * len(shape))  # no view, of which FSDP2 would warn

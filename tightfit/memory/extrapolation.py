@@ -15,7 +15,7 @@ from tightfit.errors import UserError
 from tightfit.memory.ledger import Component
 from tightfit.memory.trace import Allocation, PhasePeak
 
-SHALLOW_PERIODS = 3
+SHALLOW_PERIODS = 4
 
 
 def depths(layers: int, period: int) -> tuple[int, int]:

@@ -240,7 +240,7 @@ class _Return(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         ctx.trip = trip
         if not is_result_wanted():
-            return placeholder(made[: len(rows)], made.shape[-1])
+            return placeholder(made, made.shape[-1], rows=len(rows))
         trip.start(made, back=True)
         return combine(trip.wait()[0], None, None, rows, impl=trip.impl)
 

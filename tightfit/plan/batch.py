@@ -55,8 +55,8 @@ def rows_of_tokens(tokens: int, sequence_length: int, gpus: int = 1) -> int:
     """
     if tokens < 1:
         raise UserError(f"--batch-tokens is {tokens}; give at least 1")
-    rows, rest = divmod(tokens, sequence_length)
-    if rest == 0:
+    rows, remainder = divmod(tokens, sequence_length)
+    if remainder == 0:
         return rows
     unit = gpus if rows >= gpus else 2 ** (max(1, rows).bit_length() - 1)
     return max(unit, round(tokens / sequence_length / unit) * unit)

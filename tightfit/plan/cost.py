@@ -25,7 +25,7 @@ workload and machine and does what depends on the layout once (`of`), so that a 
 from collections.abc import Sequence
 from operator import attrgetter
 
-from tightfit.hardware.efficiency import MEASURED, Efficiency
+from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.launches import GAP_SHARE, REPLAY_MS, SLOW_HOST, STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
@@ -67,22 +67,15 @@ tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchangin
 class Costs:
     """Step times of one workload on one machine."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        machine: Machine,
-        efficiency: Efficiency = MEASURED,
-        *,
-        layer_launch_ms: float | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, machine: Machine, *, layer_launch_ms: float | None = None) -> None:
         """`layer_launch_ms` is what the host takes to launch a plain layer and its update, where that was measured."""
-        if machine.calibration is not None:
-            efficiency = machine.calibration.efficiency(machine.accelerator)
-            layer_launch_ms = machine.calibration.layer_launch_ms
-        self.workload, self.machine, self.efficiency = workload, machine, efficiency
+        self.workload, self.machine, self.efficiency = workload, machine, MEASURED
+        if (calibration := machine.calibration) is not None:
+            self.efficiency = calibration.efficiency(machine.accelerator)
+            layer_launch_ms = calibration.layer_launch_ms
         self.host_share = host_share(layer_launch_ms)
         self.launch_share = workload.engine.launch_share * self.host_share
-        self.rates = card_rates(workload, machine, efficiency)
+        self.rates = card_rates(workload, machine, self.efficiency)
         self._groups: dict[tuple[int, int], Group] = {}
         self._layers: dict[object, LayerTime] = {}
         self._data: dict[object, tuple[RankParams, DataTraffic]] = {}

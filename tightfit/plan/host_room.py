@@ -41,16 +41,10 @@ def refuse_host_shortage(
 
 
 def refuse_saving_shortage(
-    workload: Workload,
-    layout: Layout,
-    levers: Levers,
-    *,
-    sharded: bool,
-    ranks_here: int = 1,
-    room_bytes: int | None = None,
+    workload: Workload, layout: Layout, levers: Levers, *, sharded: bool, ranks_here: int = 1
 ) -> None:
     """A sentence where writing a checkpoint would take more host memory of this node than is left."""
-    room = usable_host_bytes() if room_bytes is None else room_bytes
+    room = usable_host_bytes()
     copies = saving_bytes(workload, layout, levers, sharded=sharded, ranks_here=ranks_here)
     kept = ranks_here * sum(host_parts(workload, layout, levers))
     if room is None or copies + kept <= room:

@@ -10,6 +10,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout
 from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.plan.batch import warning
 from tightfit.plan.cost import Costs
@@ -34,7 +35,9 @@ def notes_on(plan: Plan, positions: int | None) -> Iterator[str]:
             "under schedule 2bw gradients are of weights one update old; the pipeline waits where it saves and "
             "evaluates"
         )
-    yield from filter(None, (mesh_note(plan), one_gpu_note(plan), _rates_note(plan.machine, plan.workload.precision)))
+    machine, workload = plan.machine, plan.workload
+    about_speed = mesh_note(plan), one_gpu_note(plan), _rates_note(machine, workload.precision)
+    yield from filter(None, (*about_speed, _unproven_note(machine, workload)))
 
 
 def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
@@ -87,6 +90,18 @@ def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
     return (
         f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
         "measures it where you have one"
+    )
+
+
+def _unproven_note(machine: Machine, workload: Workload) -> str | None:
+    """What several GPUs have not shown yet, where `tightfit doctor` has not examined them."""
+    calibration = machine.calibration
+    is_examined = calibration is not None and calibration.collectives is not None
+    if machine.ranks == 1 or workload.engine_name != "tightfit" or is_examined:
+        return None
+    return (
+        "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit doctor` "
+        "first"
     )
 
 

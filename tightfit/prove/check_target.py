@@ -104,9 +104,12 @@ def exact_adapter(adapter: AdapterTraining) -> AdapterTraining:
     return adapter.model_copy(update={"bits": None, "dropout": 0.0})
 
 
-def without_rounding(levers: Levers) -> Levers:
-    """The levers without lossy ones, whose rounding differs by more than a wrong sum would."""
-    return Levers.model_validate(levers.model_dump(exclude=set(ROUNDING)))
+def exact_target(target: CheckTarget) -> CheckTarget:
+    """The same without lossy levers, whose rounding differs by more than a wrong sum would; updates inside backward
+    without clipping, which is by an estimate that depends on the order of gradients."""
+    levers = Levers.model_validate(target.levers.model_dump(exclude=set(ROUNDING)))
+    unclipped = target.settings.model_copy(update={"clip_norm": 0.0})
+    return replace(target, levers=levers, settings=unclipped if levers.update_in_backward else target.settings)
 
 
 def _few(passes: int, layout: Layout) -> int:

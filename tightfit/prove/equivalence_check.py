@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
 from tightfit.launch.together import run_together
 from tightfit.parallel.mesh import init_distributed, make_mesh
-from tightfit.prove.check_target import CheckTarget, miniature, read_target, without_rounding
+from tightfit.prove.check_target import CheckTarget, exact_target, miniature, read_target
 from tightfit.prove.equivalence import Verdict, compare
 from tightfit.train.precision import choose_device
 
@@ -43,7 +42,7 @@ def check(
             adapted=target.adapter.adapted(spec=target.spec),
         )
     )
-    target = replace(target, levers=without_rounding(target.levers))
+    target = exact_target(target)
     if tiny or (tiny is None and target.spec.params() > SMALL_PARAMS):
         target = miniature(target)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -13,8 +13,8 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.adapters import AdapterSet
 from tightfit.serve.forward.rope_tables import length_of_change
 from tightfit.serve.forward.runner import Runner, make_cache
+from tightfit.serve.graphs.async_steps import AsyncSteps
 from tightfit.serve.graphs.compiler import Compiler
-from tightfit.serve.graphs.pipeline import Pipeline
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.speculation.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.speculation.proposers import DraftModel, PromptLookup, Proposer
@@ -92,12 +92,12 @@ def make_host(runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig
     return HostStore(runner.cache, config.host_bytes)
 
 
-def make_pipeline(
+def make_async_steps(
     runner: Runner | RankRunner, config: EngineConfig, max_length: int, compiler: Compiler | None
-) -> Pipeline | None:
+) -> AsyncSteps | None:
     """Steps that do not wait for the host: on a GPU, where the model is on one rank."""
     on_gpu = runner.device.type == "cuda"
-    if isinstance(runner, RankRunner) or not (on_gpu if config.pipelined is None else config.pipelined):
+    if isinstance(runner, RankRunner) or not (on_gpu if config.async_steps is None else config.async_steps):
         return None
     capture = on_gpu and config.graphs and runner.model.spec.experts is None
-    return Pipeline(runner, config.max_sequences, max_length, config.block_size, capture=capture, compiler=compiler)
+    return AsyncSteps(runner, config.max_sequences, max_length, config.block_size, capture=capture, compiler=compiler)

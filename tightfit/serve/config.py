@@ -32,7 +32,7 @@ class EngineConfig:
     rounded_weights: bool = False
     """The weights come from a file that rounded them to a few bits; a copy in 16 bits may round them by 2⁻¹¹ more."""
     prefix_cache: bool = True
-    pipelined: bool | None = None
+    async_steps: bool | None = None
     """Launch a step before the tokens of the last one are read; None: on GPUs."""
     graphs: bool = True
     """Capture steps that repeat as CUDA graphs."""

@@ -2,7 +2,7 @@
 
 A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
 give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
-of the one before it are read (`graphs/pipeline.py`); the schedule needs lengths only.
+of the one before it are read (`graphs/async_steps.py`); the schedule needs lengths only.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.assembly import (
+    make_async_steps,
     make_budget,
     make_host,
-    make_pipeline,
     make_proposer,
     make_runner,
     prepare_codes,
@@ -29,8 +29,8 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.adapters import refuse_folded
 from tightfit.serve.forward.rope_tables import length_of_change
 from tightfit.serve.forward.runner import Runner
+from tightfit.serve.graphs.async_steps import AsyncSteps, Flight
 from tightfit.serve.graphs.compiler import Compiler
-from tightfit.serve.graphs.pipeline import Flight, Pipeline
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.requests.grammar import Constraints, Matcher
 from tightfit.serve.requests.request import Answer, Finish, Output, Request, TokenChance
@@ -101,8 +101,8 @@ class Engine:
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
         sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
-        self._pipeline = (
-            None if sees_every_token else make_pipeline(self.runner, self.config, self.max_length, compiler)
+        self._async_steps = (
+            None if sees_every_token else make_async_steps(self.runner, self.config, self.max_length, compiler)
         )
 
     @property
@@ -121,11 +121,11 @@ class Engine:
         """What was predicted and what was allocated, in a line each."""
         predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
         budget = self.budget.describe(self.config.block_size)
-        told = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
+        lines = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
         if self.break_even is None:
-            return told
+            return lines
         pays = f"pays from {self.break_even:.0%} kept on" if self.break_even <= 1 else "cannot pay here"
-        return f"{told}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
+        return f"{lines}\nguessing {self.config.speculated_tokens} tokens at a time {pays}, for one answer at a time"
 
     @property
     def guessing_hint(self) -> str | None:
@@ -175,18 +175,18 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run a step, or launch the next and return what the one before added."""
-        if self._pipeline is not None and not self._host_bound:
-            return self._launch(self._pipeline)
+        if self._async_steps is not None and not self._host_bound:
+            return self._launch(self._async_steps)
         outputs = self._landed(0)
         chunks = self.scheduler.schedule()
         return outputs + (self._run(chunks) if chunks else [])
 
-    def _launch(self, pipeline: Pipeline) -> list[Output]:
+    def _launch(self, async_steps: AsyncSteps) -> list[Output]:
         """Launch the next step, then read the tokens of the one before."""
         chunks = ordered(self.scheduler.schedule())
         if chunks:
             self.counts.steps += 1
-            self._flights.append(pipeline.launch(chunks))
+            self._flights.append(async_steps.launch(chunks))
             self.scheduler.launched(chunks)
             for chunk in chunks:
                 if not chunk.chooses:
@@ -324,9 +324,9 @@ class Engine:
         del self._running[running.sequence]
         self._host_bound -= running.sequence.sampling.needs_host
         self._start_siblings(running.sequence, running)
-        rest = self._of_request[running.request.id]
-        rest.remove(running)
-        if not rest:
+        unfinished = self._of_request[running.request.id]
+        unfinished.remove(running)
+        if not unfinished:
             del self._of_request[running.request.id]
             self.counts.finished += 1
 

@@ -95,8 +95,8 @@ class StepGraph:
             return None
         mean = torch.zeros((), device=self.device)
         try:
-            for number, (arguments, count) in enumerate(zip(passed, counted, strict=True)):
-                graph, places = self._graph(arguments, is_first=number == 0)
+            first, further, places = self._graphs(passed)
+            for graph, arguments, count in zip((first, *further), passed, counted, strict=True):
                 places.fill(arguments, total, count / total, scale)
                 graph.replay()
                 mean += places.loss
@@ -114,20 +114,22 @@ class StepGraph:
             weight.grad = None
         self.release()
 
-    def _graph(self, arguments: Arguments, *, is_first: bool) -> tuple[torch.cuda.CUDAGraph, _Places]:
-        """The graph of a step's first micro-batch or of the others, captured when it is first asked for."""
+    def _graphs(self, passed: Sequence[Arguments]) -> tuple[torch.cuda.CUDAGraph, list[torch.cuda.CUDAGraph], _Places]:
+        """The graph of a step's first micro-batch and that of each other one, and what they read.
+
+        What is missing is captured before anything is replayed: if a capture fails, no expert's load has been counted.
+        """
         if self._places is None:
             torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
-            self._pool, self._places = torch.cuda.graph_pool_handle(), self._new_places(arguments)
-        if is_first and self._first is None:
+            self._pool, self._places = torch.cuda.graph_pool_handle(), self._new_places(passed[0])
+        if self._first is None:
             self._first = self._captured(self._places)
             self._gradients = [weight.grad for weight in self._weights]
-        if not is_first and self._further is None:
+        if len(passed) > 1 and self._further is None:
             self._place_gradients()
             self._further = self._captured(self._places)
-        graph = self._first if is_first else self._further
-        assert graph is not None
-        return graph, self._places
+        others = [] if self._further is None else [self._further] * (len(passed) - 1)
+        return self._first, others, self._places
 
     def _captured(self, places: _Places) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -42,9 +42,9 @@ def forward_calls(layers: int, *, sequence_parallel: bool, ends: int = 1) -> Ten
     return TensorCalls(all_gathers=pairs, reduce_scatters=pairs) if sequence_parallel else TensorCalls(pairs)
 
 
-def backward_calls(layers: int, recomputed: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
+def backward_calls(layers: int, recomputed: int, *, sequence_parallel: bool) -> TensorCalls:
     """Collectives of backward, in which `recomputed` of the layers are run again and the others gather again."""
-    made = forward_calls(layers, sequence_parallel=sequence_parallel, ends=ends)
+    made = forward_calls(layers, sequence_parallel=sequence_parallel)
     again = recompute_calls(recomputed, sequence_parallel=sequence_parallel)
     return made.plus(again).plus(regather_calls(layers - recomputed, sequence_parallel=sequence_parallel))
 

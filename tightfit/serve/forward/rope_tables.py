@@ -40,19 +40,19 @@ class RopeTables:
 
     def of(self, step: Step) -> dict[Rope, tuple[Tensor, Tensor]]:
         """cos and sin [1, 1, N, d/2] of each rope at the step's positions."""
-        at = step.positions[0]
-        found = {rope: (cos[:, :, at], sin[:, :, at]) for rope, (cos, sin) in self.fixed.items()}
+        positions = step.positions[0]
+        found = {rope: (cos[:, :, positions], sin[:, :, positions]) for rope, (cos, sin) in self.fixed.items()}
         others = (rope for rope in ropes_of(self.spec) if rope not in found)
         return found | {rope: self._by_length(rope, step) for rope in others}
 
     def _by_length(self, rope: Rope, step: Step) -> tuple[Tensor, Tensor]:
-        parts, at = [], 0
+        parts, start = [], 0
         for count, length in step.rope_lengths:
-            own = step.positions[:, at : at + count]
+            own = step.positions[:, start : start + count]
             # The tables of a sequence of `length`: its last position is added to say so, and dropped again.
             with_last = torch.cat([own, own.new_full((1, 1), length - 1)], dim=1)
             made = tables(rope, self.spec.rope_dim, self.spec.max_positions, with_last, self.dtype)
             parts.append([part[:, :, :-1] for part in made])
-            at += count
+            start += count
         cos, sin = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         return cos, sin

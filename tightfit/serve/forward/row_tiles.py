@@ -41,15 +41,15 @@ Span = tuple[int, int, int]
 
 def cut_rows(count: int, sizes: Sequence[int]) -> Iterator[Span]:
     """`count` rows in passes of `sizes` (ascending): padded to at most twice what they are, where there is a choice."""
-    at = 0
-    while at < count:
-        left = count - at
+    first = 0
+    while first < count:
+        left = count - first
         above = next((size for size in sizes if size >= left), None)
         below = max((size for size in sizes if size <= left), default=None)
         size = above if below is None or (above is not None and above <= 2 * left) else below
         assert size is not None
-        yield at, min(left, size), size
-        at += size
+        yield first, min(left, size), size
+        first += size
 
 
 def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int], probes: int = PROBES) -> tuple[int, ...]:
@@ -119,8 +119,8 @@ class RowTiles:
         tables, lengths = tables_of_rows(step), (step.positions[0] + 1).int()
         ropes = [length for tokens, length in step.rope_lengths for _ in range(tokens)]
         made = []
-        for at, rows, size in cut_rows(count, self.sizes):
-            own = slice(at, at + rows)
+        for first, rows, size in cut_rows(count, self.sizes):
+            own = slice(first, first + rows)
             part = self._pass(
                 _padded(step.tokens[0, own], size, 0),
                 _padded(step.positions[0, own], size, 0),
@@ -137,7 +137,9 @@ class RowTiles:
     def project(self, states: Tensor) -> Tensor:
         """Logits [R, V] of states [R, H]."""
         spans = cut_rows(len(states), self.head_sizes)
-        made = [self.passes.project(_padded(states[at : at + rows], size, 0))[:rows] for at, rows, size in spans]
+        made = [
+            self.passes.project(_padded(states[first : first + rows], size, 0))[:rows] for first, rows, size in spans
+        ]
         return torch.cat(made) if made else self.passes.project(states)
 
     def _pass(
@@ -170,14 +172,14 @@ class RowTiles:
         """The states of one token `size` times over, all of them at one place of the padding block; it sees the place
         before as well, so that its query and key show."""
         seen = min(2, self.block_size)
-        place = self.padding_block * self.block_size + seen - 1
+        slot = self.padding_block * self.block_size + seen - 1
 
         def repeated(number: int) -> Tensor:
             return torch.full((size,), number, device=self.device)
 
         tables, lengths = repeated(self.padding_block).int()[:, None], repeated(seen).int()
         ropes = [position + 1] * size
-        step = self._pass(repeated(token), repeated(position), repeated(place), tables, lengths, ropes, size)
+        step = self._pass(repeated(token), repeated(position), repeated(slot), tables, lengths, ropes, size)
         return self.passes.states(step)
 
 

@@ -92,9 +92,9 @@ class RankRunner:
 
     def logits(self, step: Step) -> Tensor:
         """Logits [R, V] of the step's rows; every rank has stored its keys and values."""
-        told = pickle.dumps(_moved(step, torch.device("cpu")))
+        message = pickle.dumps(_moved(step, torch.device("cpu")))
         for other in self._others:
-            other.send_bytes(told)
+            other.send_bytes(message)
         logits = self.steps.run(step)
         assert logits is not None
         return logits
@@ -107,7 +107,7 @@ class RankRunner:
 
 def follow(steps: RankSteps) -> None:
     """Repeat the steps of rank 0 until it has ended."""
-    address, key = _meeting(None)
+    address, key = _from_first_rank(None)
     with Client(address, authkey=key) as leader, suppress(EOFError, ConnectionResetError):
         while True:
             steps.run(_moved(pickle.loads(leader.recv_bytes()), steps.device))
@@ -117,15 +117,15 @@ def _connections(ranks: int) -> list[Connection]:
     """To every other rank."""
     key = secrets.token_bytes(32)
     with Listener((LOOPBACK, 0), backlog=ranks, authkey=key) as listener:
-        _meeting((listener.address, key))
+        _from_first_rank((listener.address, key))
         return [listener.accept() for _ in range(ranks - 1)]
 
 
-def _meeting(told: Any) -> Any:
-    """Where rank 0 listens, and the key: said by rank 0 to all."""
-    place = [told]
-    dist.broadcast_object_list(place, src=0)
-    return place[0]
+def _from_first_rank(address: Any) -> Any:
+    """Where rank 0 listens, and the key, which rank 0 gives and all get."""
+    values = [address]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def _moved(step: Step, device: torch.device) -> Step:

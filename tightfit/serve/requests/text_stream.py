@@ -17,8 +17,8 @@ LONGEST_CHARACTER_TOKENS = 8
 class TextStream:
     """Turns tokens into text that may be shown; `stopped` once a stop string has appeared."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, skip_special: bool = True) -> None:
-        self._tokenizer, self._stops, self._skip_special = tokenizer, tuple(stops), skip_special
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._tokens: list[int] = []
         self._from, self._shown = 0, 0  # tokens from here are decoded together; those below `_shown` have been
         self._held = ""
@@ -48,7 +48,7 @@ class TextStream:
         return after[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special=self._skip_special) if tokens else ""
+        return self._tokenizer.decode(tokens, skip_special=True) if tokens else ""
 
     def _released(self, new: str) -> str:
         """`new` after what was held, up to a stop string or what may become one."""

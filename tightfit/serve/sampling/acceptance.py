@@ -19,20 +19,20 @@ from tightfit.serve.schedule.sequence import Sequence
 def accepted(target: Tensor, proposal: Items[int], draft: Tensor | None, sequence: Sequence) -> list[int]:
     """The tokens that follow: the guesses that are kept, and one more; target is [k + 1, V], draft [k, V]."""
     kept: list[int] = []
-    place = len(sequence.tokens)
+    position = len(sequence.tokens)
     for index, guess in enumerate(proposal):
         p, q = target[index], None if draft is None else draft[index]
         share = float(p[guess]) / (1.0 if q is None else float(q[guess]))
-        if uniform_of(sequence, place + index, "accept") < share:
+        if uniform_of(sequence, position + index, "accept") < share:
             kept.append(guess)
             continue
-        rest = p.clone()
+        residual = p.clone()
         if q is None:
-            rest[guess] = 0.0
+            residual[guess] = 0.0
         else:
-            rest = (p - q).clamp_(min=0.0)
-        return [*kept, draw_one(rest, uniform_of(sequence, place + index, "resample"))]
-    return [*kept, draw_one(target[len(proposal)], uniform_of(sequence, place + len(proposal), "choose"))]
+            residual = (p - q).clamp_(min=0.0)
+        return [*kept, draw_one(residual, uniform_of(sequence, position + index, "resample"))]
+    return [*kept, draw_one(target[len(proposal)], uniform_of(sequence, position + len(proposal), "choose"))]
 
 
 def uniform_of(sequence: Sequence, position: int, purpose: Purpose) -> float:

@@ -40,16 +40,18 @@ class Chosen:
 def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
     """The same, each by itself: sums over a row are taken in the same order whatever the others ask for."""
     starts = _starts(asked)
-    return [choose(logits[at : at + own.rows].clone(), [own])[0] for own, at in zip(asked, starts, strict=True)]
+    return [
+        choose(logits[start : start + own.rows].clone(), [own])[0] for own, start in zip(asked, starts, strict=True)
+    ]
 
 
 @torch.inference_mode()
 def choose(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
     """The tokens that follow, given logits [rows of all, V]; changes the logits."""
-    raw = [_raw_row(logits, each, at) for each, at in zip(asked, _starts(asked), strict=True)]
-    for each, at in zip(asked, _starts(asked), strict=True):
+    raw = [_raw_row(logits, each, start) for each, start in zip(asked, _starts(asked), strict=True)]
+    for each, start in zip(asked, _starts(asked), strict=True):
         if each.sequence.sampling.needs_host:
-            adjust(logits[at], each.sequence, each.matcher.allowed() if each.matcher else None)
+            adjust(logits[start], each.sequence, each.matcher.allowed() if each.matcher else None)
     tokens = _tokens(logits, asked)
     return [Chosen(own, _chances(own, row, each)) for own, row, each in zip(tokens, raw, asked, strict=True)]
 
@@ -78,18 +80,18 @@ def _number(sequence: Sequence) -> float:
 
 
 def _starts(asked: Items[Asked]) -> list[int]:
-    starts, at = [], 0
+    starts, start = [], 0
     for each in asked:
-        starts.append(at)
-        at += each.rows
+        starts.append(start)
+        start += each.rows
     return starts
 
 
-def _raw_row(logits: Tensor, each: Asked, at: int) -> Tensor | None:
+def _raw_row(logits: Tensor, each: Asked, start: int) -> Tensor | None:
     """Log probabilities of the model alone, [rows, V], before anything changes them."""
     if each.sequence.sampling.logprobs is None:
         return None
-    return logits[at : at + each.rows].float().log_softmax(-1)
+    return logits[start : start + each.rows].float().log_softmax(-1)
 
 
 def _chances(tokens: list[int], raw: Tensor | None, each: Asked) -> list[TokenChance]:

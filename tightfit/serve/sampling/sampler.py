@@ -85,8 +85,8 @@ def filtered(chances: Tensor, rows: Rows) -> Tensor:
 def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
     """The token [R] at which the cumulated chances [R, V] exceed a share `uniforms` [R] of their sum."""
     cumulated = chances.cumsum(-1)
-    place = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)
-    return place[:, 0].clamp_(max=chances.shape[-1] - 1)
+    token = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)
+    return token[:, 0].clamp_(max=chances.shape[-1] - 1)
 
 
 def _top(chances: Tensor, rows: Rows) -> Tensor:

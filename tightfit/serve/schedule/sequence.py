@@ -100,7 +100,7 @@ class Sequence:
     def digests_of(self, count: int, block_size: int) -> list[Digest]:
         """The names of its first `count` blocks, all of which must be full of known tokens."""
         while len(self.digests) < count:
-            at = len(self.digests) * block_size
+            start = len(self.digests) * block_size
             before = self.digests[-1] if self.digests else self._root
-            self.digests.append(block_digest(before, self.tokens[at : at + block_size]))
+            self.digests.append(block_digest(before, self.tokens[start : start + block_size]))
         return self.digests[:count]

@@ -119,10 +119,10 @@ class Step:
     def single_mask(self, window: int | None) -> Tensor | None:
         """Which positions of its padded blocks each single token sees, [singles, 1, 1, keys]; None for all."""
         if window not in self._masks:
-            at = torch.arange(self.longest, device=self.tokens.device)
-            seen = at < self.lengths[:, None]
+            position = torch.arange(self.longest, device=self.tokens.device)
+            seen = position < self.lengths[:, None]
             if window is not None:
-                seen &= at >= self.lengths[:, None] - window
+                seen &= position >= self.lengths[:, None] - window
             needed = self.singles > 1 or (window is not None and window < self.longest)
             self._masks[window] = seen[:, None, None] if needed else None
         return self._masks[window]
@@ -166,7 +166,7 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
     singles = [chunk for chunk in chunks if _is_single(chunk)]
     for chunk in chunks:
         own, guesses = chunk.sequence, chunk.proposal
-        at, end = len(tokens), chunk.end + len(guesses)
+        first_row, end = len(tokens), chunk.end + len(guesses)
         known = own.tokens[chunk.start : chunk.end]
         tokens += known + [0] * (chunk.count - len(known)) + guesses  # what is not known yet is on the device
         at_positions = np.arange(chunk.start, end)
@@ -175,11 +175,11 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         slots.append(blocks * block_size + at_positions % block_size)
         runs.append((end - chunk.start, own.length))
         if not _is_single(chunk):
-            pieces.append(Piece(at, end - chunk.start, chunk.start, own.blocks))
+            pieces.append(Piece(first_row, end - chunk.start, chunk.start, own.blocks))
         if last_rows:
             rows.append(len(tokens) - 1)
         elif chunk.chooses:
-            rows += range(at + chunk.count - 1, len(tokens))
+            rows += range(first_row + chunk.count - 1, len(tokens))
     lengths = [chunk.end + len(chunk.proposal) for chunk in singles]
     return Step(
         tokens=to_device([tokens], device),
@@ -199,12 +199,12 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
 
 def _adapter_rows(chunks: Items[Chunk], device: torch.device) -> dict[str, Tensor]:
     rows: dict[str, list[int]] = {}
-    at = 0
+    first_row = 0
     for chunk in chunks:
         count = chunk.count + len(chunk.proposal)
         if chunk.sequence.adapter is not None:
-            rows.setdefault(chunk.sequence.adapter, []).extend(range(at, at + count))
-        at += count
+            rows.setdefault(chunk.sequence.adapter, []).extend(range(first_row, first_row + count))
+        first_row += count
     return {adapter: to_device(own, device) for adapter, own in rows.items()}
 
 

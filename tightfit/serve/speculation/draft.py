@@ -26,8 +26,8 @@ class DraftSteps:
         """Logits after the last token of each chunk, in the order given."""
         order = ordered(chunks)
         logits = self.runner.logits(make_step(order, self.block_size, self.runner.device, last_rows=True))
-        place = {id(chunk): row for row, chunk in enumerate(order)}
-        return logits[[place[id(chunk)] for chunk in chunks]]
+        row_of = {id(chunk): row for row, chunk in enumerate(order)}
+        return logits[[row_of[id(chunk)] for chunk in chunks]]
 
 
 def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: EngineConfig) -> DraftSteps:

@@ -47,9 +47,9 @@ def looked_up(tokens: list[int], count: int) -> list[int]:
     """Up to `count` tokens after the latest earlier occurrence of the longest run that `tokens` end with."""
     for size in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
         end = tokens[-size:]
-        for at in range(len(tokens) - size - 1, -1, -1):
-            if tokens[at] == end[0] and tokens[at : at + size] == end:
-                return tokens[at + size : at + size + count]
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start] == end[0] and tokens[start : start + size] == end:
+                return tokens[start + size : start + size + count]
     return []
 
 

@@ -35,7 +35,7 @@ class Flight:
         return self.tokens.read()
 
 
-class Pipeline:
+class AsyncSteps:
     """Launches steps of one runner."""
 
     def __init__(

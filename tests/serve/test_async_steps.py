@@ -17,7 +17,7 @@ from tightfit.serve.graphs.captured import decode_sizes
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
-CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=4, cache_bytes=2**20, pipelined=True)
+CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=4, cache_bytes=2**20, async_steps=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "gpt2"])
@@ -40,7 +40,7 @@ def test_our_kernels_give_the_same() -> None:
 
 
 def test_small_caches_stops_seeds_and_the_hosts_turns_do_not_matter(model: Decoder) -> None:
-    """Preemptions, stop ids, several answers and penalties between pipelined steps, against steps one by one."""
+    """Preemptions, stop ids, several answers and penalties between steps launched ahead, against steps one by one."""
     base = Sampling(max_tokens=14, temperature=1.3, seed=5)
     kinds = [
         base,
@@ -59,8 +59,8 @@ def test_small_caches_stops_seeds_and_the_hosts_turns_do_not_matter(model: Decod
     row_bytes = 2 * model.spec.kv_size * 4 * model.spec.layers
     config = replace(CONFIG, cache_bytes=14 * 4 * row_bytes)
     made = []
-    for pipelined in (False, True):
-        engine = Engine(model, None, replace(config, pipelined=pipelined))
+    for async_steps in (False, True):
+        engine = Engine(model, None, replace(config, async_steps=async_steps))
         made.append(engine.generate(requests))
         assert engine.scheduler.preemptions > 0
         assert engine.pool.free == engine.pool.size
