@@ -222,6 +222,28 @@ def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, 
     assert can_join(model)  # plain and packed layers beside one another, each set of one input coded alike
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "group"),
+    [
+        ("rtn", {}, 64),
+        ("gptq", {"bits": 3}, 64),
+        ("binary", {}, 64),
+        ("rtn", {"bits": 4, "group": 32}, 32),
+        ("rtn", {"bits": 8}, 0),
+        ("spqr", {}, 16),
+        ("nvfp4", {}, 16),
+    ],
+)
+def test_groups_that_are_left_open_are_the_largest_that_cut_rows_whole(
+    method: str, options: dict[str, Any], group: int, tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Rows of 64 inputs have no groups of 128, the usual ones; what is said is done, and what has its own keeps it."""
+    run(tiny, tmp_path / "small", recipe_of(method, **options), text, token_cache)
+    layer = load_model(str(tmp_path / "small")).model.layers[0]
+    assert isinstance(layer.mlp.up, QuantizedLinear)
+    assert layer.mlp.up.scheme.group == group
+
+
 def test_rotation_changes_nothing_but_rounding(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """With 8 bits the rotated model is the same function; R is orthogonal for widths that are no power of two."""
     run(tiny, tmp_path / "turned", recipe_of("rotate+rtn", bits=8, group=16, symmetric=False), text, token_cache)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.serve.running import Running, running
-from tests.serve.test_server import CONFIG, HELLO, post
+from tests.serve.test_server import CONFIG, HELLO, TOOL, post
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
@@ -152,6 +152,27 @@ def test_a_call_whose_name_is_no_text_is_none() -> None:
         said = f'{{"name": "{name}", "arguments": {{}}}}'
         assert found_calls(said) == (said, [])
     assert found_calls('{"name": "añ", "arguments": {"b": "\\ud800"}}')[1][0]["function"]["name"] == "añ"
+
+
+def test_a_stream_that_may_be_a_call_has_its_log_probabilities(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "messages": HELLO,
+        "tools": [TOOL],
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    whole = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
+    assert whole.logprobs is not None
+    pieces = [
+        each
+        for chunk in client.chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        if chunk.choices[0].logprobs is not None
+        for each in chunk.choices[0].logprobs.content or ()
+    ]
+    assert [each.token for each in pieces] == [each.token for each in whole.logprobs.content or ()]
+    assert len(pieces) == 6
 
 
 def test_settings_reach_the_chat_template(

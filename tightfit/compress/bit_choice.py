@@ -8,7 +8,7 @@ width for all would fit and be better, that is taken: a mix is never expected to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step
@@ -21,6 +21,8 @@ WIDTHS = (3, 4, 5, 6, 8)
 LEAST_WIDTHS = (2, *WIDTHS)
 """Two bits where nothing else fits: what they cost in a mix is more than estimates say (docs/LOG.md)."""
 GROUPS = (128, 64, 32, 16, 8)
+FREE_GROUPS = ("int", "binary")
+"""Kinds of numbers whose groups may have any size."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ def group_of(spec: ModelSpec) -> int:
     inputs = {shape[2] for shape in matrices(spec).values()}
     fits = [group for group in GROUPS if all(size % group == 0 for size in inputs)]
     return fits[0] if fits else 0
+
+
+def with_whole_groups(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """`recipe` with `group_of` the model in steps that leave the group open."""
+    return Recipe(tuple(_with_group(step, group_of(spec)) for step in recipe.steps))
+
+
+def _with_group(step: Step, group: int) -> Step:
+    scheme = step.scheme()
+    is_open = step.group is None and scheme is not None and scheme.group > 0 and not scheme.outliers
+    return replace(step, group=group) if scheme is not None and is_open and scheme.kind in FREE_GROUPS else step
 
 
 def scheme_of(bits: int, group: int) -> Scheme:

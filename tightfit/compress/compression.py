@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.compress.bit_choice import with_whole_groups
 from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.format_choice import choose_format
@@ -61,11 +62,12 @@ def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], p
 class _Compression:
     def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
         job.require(needs_data=job.recipe.is_calibrated)
-        self.job, self.began = job, time.monotonic()
+        self.began = time.monotonic()
         rotate = job.recipe.rotation
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
+        self.job = job = replace(job, recipe=with_whole_groups(job.recipe, self.spec))
         if self.spec.sinks:
             raise UserError(f"{self.spec.family} models have biased experts, which are not compressed; take another")
         if self.spec.latent is not None:

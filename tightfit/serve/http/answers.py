@@ -64,15 +64,16 @@ class Writer:
         added = {"delta": {"content": output.text}} if self.chat else {"text": output.text}
         return self._piece(index, added, self._chances(output.chances), REASONS[output.finish])
 
-    def calls(self, index: int, text: str, finish: str | None) -> list[Json]:
-        """The pieces of an answer that had to be seen whole, as it may be calls."""
-        rest, calls = found_calls(text)
+    def calls(self, index: int, answer: Answer) -> list[Json]:
+        """The pieces of an answer that had to be seen whole, as it may be calls; chances come with the last."""
+        rest, calls = found_calls(answer.text)
         pieces = []
         if rest or not calls:
             pieces.append(self._piece(index, {"delta": {"content": rest}}, None, None))
         for place, call in enumerate(calls):
             pieces.append(self._piece(index, {"delta": {"tool_calls": [{"index": place, **call}]}}, None, None))
-        return [*pieces, self._piece(index, {"delta": {}}, None, "tool_calls" if calls else finish)]
+        finish = "tool_calls" if calls else REASONS[answer.finish]
+        return [*pieces, self._piece(index, {"delta": {}}, self._chances(answer.chances), finish)]
 
     def ending(self, usage: Usage) -> Json:
         """The last piece of a stream that ends with its usage."""

@@ -116,7 +116,7 @@ async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, u
         answer = whole.setdefault(index, Answer())
         answer.add(output)
         if output.finish is not None:
-            for piece in writer.calls(index, answer.text, output.finish):
+            for piece in writer.calls(index, answer):
                 yield event(piece)
 
 
