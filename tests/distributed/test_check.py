@@ -127,6 +127,14 @@ def test_mixtures_pass(group: Make, name: str) -> None:
     assert verdict.ranks == world
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_stages_update_uneven_shards(group: Make, tied: bool) -> None:
+    """A vocabulary that data ranks do not share evenly, in the embedding and the head of the two ends."""
+    spec = replace(DEEP, tied=tied, vocab_size=97)
+    verdict = group(4).run(judge, CheckTarget(spec, MIXTURES["stages-zero-1"][1], passes=2))[0]
+    assert verdict.same, verdict.first
+
+
 @contextmanager
 def tied_apart() -> Iterator[None]:
     with patch.object(pipeline.Pipeline, "_exchange_tied", lambda self: None):

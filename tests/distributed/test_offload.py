@@ -13,7 +13,8 @@ from tests.distributed.training import UNEVEN, Case, mesh_of, run_rank, together
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
+from tightfit.jobs.levers import Levers, Offload
+from tightfit.models.presets import preset
 from tightfit.prove.check_target import CheckTarget
 from tightfit.prove.equivalence import Verdict, compare
 
@@ -72,6 +73,16 @@ def test_some_states_stay_on_the_gpu(group: Make) -> None:
 
 def test_a_routed_model_offloads(group: Make) -> None:
     assert_same(group, CheckTarget(TINY_ROUTED, LAYOUTS["tensor"], Levers(offload="optimizer"), passes=2))
+
+
+CORRECTED = replace(preset("tiny-deepseek-v3"), vocab_size=96)
+
+
+@pytest.mark.parametrize(("offload", "zero"), [("optimizer", 1), ("weights", 3), thorough("weights", 0)])
+def test_biases_that_are_not_trained_stay(group: Make, offload: Offload, zero: int) -> None:
+    """Those that balance experts: FSDP2 gathers them with a layer, and no optimizer has them."""
+    layout = Layout.model_validate({"data": 2, "zero": zero, "micro_batch": 2})
+    assert_same(group, CheckTarget(CORRECTED, layout, Levers(offload=offload, checkpoint_every=1), passes=2))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import answer
 from tightfit.plan.cost import Costs
 from tightfit.plan.export.estimate import engine_estimate
+from tightfit.plan.plan import Plan
 
 GIB = 2**30
 
@@ -72,6 +73,17 @@ def test_exports_are_estimated_for_who_runs_them() -> None:
     estimate = engine_estimate(plan, "hf")
     assert estimate.gpu_bytes > plan.gpu_peak_bytes
     assert "Hugging Face" in str(estimate)
+
+
+def test_an_engine_is_not_pinned_to_what_it_does_not_split() -> None:
+    with pytest.raises(UserError, match=r"layout.pipeline is pinned to 2, but Hugging Face's models .* has 1; drop"):
+        planned_for("hf", "layout.pipeline=2")
+    assert planned_for("hf", "layout.pipeline=1", "layout.zero=3").layout.zero == 3
+    assert planned_for("megatron", "layout.pipeline=2").layout.pipeline == 2
+
+
+def planned_for(engine: EngineName, *pins: str) -> Plan:
+    return answer(question("llama-3.2-1b", "4xA100-80GB", 512, 8, *pins, engine=engine)).plan
 
 
 def test_an_unknown_engine_is_a_sentence() -> None:

@@ -82,7 +82,7 @@ def make_graphs(name: str) -> Graphs:
     model = blank_decoder(spec, CPU, torch.bfloat16)
     copy_whole(model.embed.weight, torch.zeros_like(model.embed.weight))
     runner = Runner(model, make_cache(spec, 9, 16, CPU, torch.bfloat16), 128, 40)
-    return Graphs(runner, torch.zeros(41, dtype=torch.int64), 40, 128, 16)
+    return Graphs(runner, torch.zeros(41, dtype=torch.int64))
 
 
 def every_run(whole: Graphs) -> Iterator[Callable[[], Any]]:

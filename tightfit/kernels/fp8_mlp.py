@@ -17,7 +17,7 @@ from tightfit.kernels.fp8_linear import refuse_dtype, weight_gradient
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.glu import activated, glu_eager
 from tightfit.kernels.operators import empty_like, on_device_of, operator
-from tightfit.kernels.recomputation import is_result_wanted, placeholder
+from tightfit.kernels.recomputation import is_result_wanted, placeholder, skipped_when_recomputed
 from tightfit.kernels.triton_support import tl, triton, use_triton
 from tightfit.models.spec import Activation
 
@@ -57,7 +57,8 @@ class _Fp8GatedMlp(torch.autograd.Function):
             return placeholder(x, down_weight.shape[0])
         product, largest = _glu(gate, up, activation)
         p_codes = quantized(product, scaling, E4M3, transposed=False, amax=largest)
-        y = _product(p_codes.plain, codes[2].forward(down_weight, backward_follows=backward), x.dtype)
+        with skipped_when_recomputed():
+            y = _product(p_codes.plain, codes[2].forward(down_weight, backward_follows=backward), x.dtype)
         return y.view(x.shape)
 
     @staticmethod

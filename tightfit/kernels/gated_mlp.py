@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from tightfit.errors import UserError
 from tightfit.kernels.glu import BLOCK, WARPS, activated, glu, glu_eager
 from tightfit.kernels.operators import on_device_of, operator
-from tightfit.kernels.recomputation import is_result_wanted, placeholder
+from tightfit.kernels.recomputation import is_result_wanted, placeholder, skipped_when_recomputed
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 from tightfit.models.spec import Activation
 
@@ -116,7 +116,8 @@ class _GatedMlp(torch.autograd.Function):
         ctx.activation, ctx.triton = activation, use_triton(impl, gate)
         if not is_result_wanted():
             return placeholder(x, down_weight.shape[0])
-        return F.linear(glu(gate, up, activation, impl=impl), down_weight)
+        with skipped_when_recomputed():
+            return F.linear(glu(gate, up, activation, impl=impl), down_weight)
 
     @staticmethod
     @once_differentiable

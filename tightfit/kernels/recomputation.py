@@ -26,6 +26,21 @@ def result_unwanted() -> Iterator[None]:
         _thread.unwanted = before
 
 
+@contextmanager
+def skipped_when_recomputed() -> Iterator[None]:
+    """Around products that are left out where the result is not wanted, so that nobody keeps what they made."""
+    _thread.skipped = True
+    try:
+        yield
+    finally:
+        _thread.skipped = False
+
+
+def is_skipped_when_recomputed() -> bool:
+    """Whether the product being computed is left out where the result is not wanted."""
+    return getattr(_thread, "skipped", False)
+
+
 def is_result_wanted() -> bool:
     """Whether the result of the layer being computed is used."""
     return not getattr(_thread, "unwanted", False)

@@ -4,8 +4,8 @@ In forward a dispatch mode records what attention (with its logsumexp and random
 during recomputation another mode replays these results in the same order instead of computing them. Autograd sits above
 both modes and sees what it always sees, so gradients are bit for bit those of full recomputation.
 
-Torch's selective checkpoint contexts work the same way, except for one thing: a layer's last product is neither saved
-nor recomputed where only the layer's output depends on it (kernels/recomputation.py). Torch's policy decides about one
+Torch's selective checkpoint contexts work the same way, except for one thing: products are neither saved nor recomputed
+where only the layer's output depends on them (kernels/recomputation.py). Torch's policy decides about one
 operation at a time and cannot tell. A dispatch mode costs about ten microseconds of host time per operation, which long
 sequences hide; where nothing is saved no mode is used.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit.kernels.flash_attention  # noqa: F401  registers the operator below
-from tightfit.kernels.recomputation import result_unwanted
+from tightfit.kernels.recomputation import is_skipped_when_recomputed, result_unwanted
 from tightfit.levers.policy.recompute import KeepLevel
 
 aten = torch.ops.aten
@@ -49,16 +49,20 @@ Results = deque[tuple[Any, Any]]
 
 
 class _RecordResults(TorchDispatchMode):
-    """Records the results of the named operations."""
+    """Records the results of the named operations, but of those that recomputation leaves out where it `skips` some."""
 
-    def __init__(self, names: frozenset[str], results: Results) -> None:
+    def __init__(self, names: frozenset[str], results: Results, *, skips: bool) -> None:
         super().__init__()
-        self.names, self.results = names, results
+        self.names, self.results, self.skips = names, results, skips
+        self.ends_skipped = False
+        """Whether the last of them was left out."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name in self.names:
-            self.results.append((func, _detached(result)))
+            self.ends_skipped = self.skips and is_skipped_when_recomputed()
+            if not self.ends_skipped:
+                self.results.append((func, _detached(result)))
         return result
 
 
@@ -109,11 +113,12 @@ class SelectiveCheckpoint:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record results, except that of the layer's last product where recomputation skips it."""
+        """Record results, except those of products that recomputation skips, and of a plain last one."""
         assert self.names is not None
-        with _RecordResults(self.names, self.results):
+        with _RecordResults(self.names, self.results, skips=self.skips_last) as recorder:
             yield
-        if self.skips_last and self.results and self.results[-1][0]._schema.name in PRODUCT_NAMES:
+        is_plain = self.skips_last and not recorder.ends_skipped
+        if is_plain and self.results and self.results[-1][0]._schema.name in PRODUCT_NAMES:
             self.results.pop()
 
     @contextmanager

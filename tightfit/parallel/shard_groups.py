@@ -85,6 +85,15 @@ def shard_groups(module: nn.Module) -> Iterator[ShardGroup]:
                     yield ShardGroup(each, group)
 
 
+def settle_shards(module: nn.Module) -> None:
+    """Have FSDP2 pad shards now that they have memory, and not in its first forward pass: who holds them by then (an
+    optimizer) would hold what it has given up. It does so itself in modules that `to_empty` passes through, which
+    pipeline stages around a decoder are not."""
+    for group in shard_groups(module):
+        for each in group.torch_group.fsdp_params:
+            each.reset_sharded_param()
+
+
 class Shards:
     """Where the shards of a model's parameters lie; plain parameters are their own."""
 

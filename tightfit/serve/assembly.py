@@ -92,12 +92,10 @@ def make_host(runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig
     return HostStore(runner.cache, config.host_bytes)
 
 
-def make_async_steps(
-    runner: Runner | RankRunner, config: EngineConfig, max_length: int, compiler: Compiler | None
-) -> AsyncSteps | None:
+def make_async_steps(runner: Runner | RankRunner, config: EngineConfig, compiler: Compiler | None) -> AsyncSteps | None:
     """Steps that do not wait for the host: on a GPU, where the model is on one rank."""
     on_gpu = runner.device.type == "cuda"
     if isinstance(runner, RankRunner) or not (on_gpu if config.async_steps is None else config.async_steps):
         return None
     capture = on_gpu and config.graphs and runner.model.spec.experts is None
-    return AsyncSteps(runner, config.max_sequences, max_length, config.block_size, capture=capture, compiler=compiler)
+    return AsyncSteps(runner, capture=capture, compiler=compiler)

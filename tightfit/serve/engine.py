@@ -101,9 +101,7 @@ class Engine:
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
         sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
-        self._async_steps = (
-            None if sees_every_token else make_async_steps(self.runner, self.config, self.max_length, compiler)
-        )
+        self._async_steps = None if sees_every_token else make_async_steps(self.runner, self.config, compiler)
 
     @property
     def has_work(self) -> bool:
@@ -249,7 +247,7 @@ class Engine:
         if self._proposer is None or not isinstance(self.runner, Runner) or self.runner.device.type == "cuda":
             return None
         guesses = self.config.speculated_tokens
-        return break_even_share(self.runner, self._proposer, self.pool, guesses, self.max_length)
+        return break_even_share(self.runner, self._proposer, self.pool, guesses)
 
     def _begin(self, request: Request, index: int) -> Running:
         sampling = request.sampling

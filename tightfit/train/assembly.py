@@ -28,6 +28,7 @@ from tightfit.parallel.data import materialise
 from tightfit.parallel.expert import expert_parameters
 from tightfit.parallel.pipeline import counted_elsewhere, take_stages
 from tightfit.parallel.pipeline_2bw import TwoVersionPipeline
+from tightfit.parallel.shard_groups import settle_shards
 from tightfit.train.buffered_steps import BufferedSteps
 from tightfit.train.optimizer.adamw import NO_LEVERS, MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
@@ -85,6 +86,7 @@ def assemble(
         module = apply(model, mesh, layout, levers, precision)
         if next(model.parameters()).is_meta:
             materialise(model, filled_on(levers, device))
+            settle_shards(module)
         fill(model)
         beside = round_weights(model, quantize)
         return module, make_optimizer(

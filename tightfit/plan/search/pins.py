@@ -47,7 +47,13 @@ class Pins:
         return replace(self, levers={**self.levers, **levers})
 
     def with_engine(self, engine: Engine) -> "Pins":
-        """These, and what `engine` does not do."""
+        """These, and what `engine` does not do; a sentence where it cannot split as pinned."""
+        for name, value in engine.fixed_layout:
+            if self.layout.get(name, value) != value:
+                raise UserError(
+                    f"layout.{name} is pinned to {self.layout[name]}, but {engine.is_for} has {value}; drop the pin, "
+                    "or give another --engine"
+                )
         layout = {name: value for name, value in engine.fixed_layout if name not in self.layout}
         levers = {name: value for name, value in engine.fixed_levers if name not in self.levers}
         fixed = (*(f"layout.{name}" for name in layout), *(f"levers.{name}" for name in levers))

@@ -62,6 +62,11 @@ class PagedCache:
         return sum(part.numel() * part.element_size() for part in (self.storage, self.scales))
 
     @property
+    def padding_block(self) -> int:
+        """The block that rows of padding write to, and nobody reads."""
+        return self.storage.shape[2] - 1
+
+    @property
     def is_quantized(self) -> bool:
         """Whether keys and values are codes with scales."""
         return self.form != "model"

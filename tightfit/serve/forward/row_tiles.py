@@ -160,8 +160,6 @@ class RowTiles:
             singles=rows,
             tables=tables,
             lengths=lengths,
-            longest=0,
-            pieces=[],
             rope_lengths=[(1, length) for length in ropes],
             rows=slots,  # as many as there are tokens: all of them
             block_size=self.block_size,

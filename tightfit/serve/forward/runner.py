@@ -83,7 +83,7 @@ class Runner:
         self,
         model: Decoder,
         cache: PagedCache,
-        length: int,
+        max_length: int,
         sequences: int,
         *,
         overlap: bool = True,
@@ -93,7 +93,8 @@ class Runner:
     ) -> None:
         weight = model.embed.weight
         self.model, self.cache, self.device = model, cache, weight.device
-        self.ropes = RopeTables(model.spec, length, weight.device, weight.dtype)
+        self.max_length, self.sequences = max_length, sequences
+        self.ropes = RopeTables(model.spec, max_length, weight.device, weight.dtype)
         matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
         timed = matrices and not batch_invariant  # what is chosen by time may be chosen otherwise the next time
         self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if timed else nullcontext
@@ -101,7 +102,7 @@ class Runner:
         self.program = None
         if can_join(model):
             self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half)
-        self.tiles = self._make_tiles(length) if batch_invariant else None
+        self.tiles = self._make_tiles() if batch_invariant else None
 
     def shortened(self) -> "Runner":
         """The same with few layers of its program, which show every kernel of it."""
@@ -138,7 +139,7 @@ class Runner:
         return softcapped(self.model.head(self.model.norm(states)), self.model.spec.logit_softcap)
 
     @torch.inference_mode()
-    def _make_tiles(self, length: int) -> RowTiles:
+    def _make_tiles(self) -> RowTiles:
         """Passes of fixed sizes, tried now."""
         return RowTiles(
             self.model.spec,
@@ -146,9 +147,9 @@ class Runner:
             device=self.device,
             rounded=self.cache.dtype != torch.float32,
             kept_rounded=self.cache.storage.dtype != torch.float32,
-            positions=length,
+            positions=self.max_length,
             block_size=self.cache.block_size,
-            padding_block=self.cache.storage.shape[2] - 1,
+            padding_block=self.cache.padding_block,
             rows_mix=any(isinstance(part, QuantizedLinear) and part.rows_mix for part in self.model.modules()),
         )
 

@@ -38,19 +38,10 @@ class Flight:
 class AsyncSteps:
     """Launches steps of one runner."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        sequences: int,
-        max_length: int,
-        block_size: int,
-        *,
-        capture: bool,
-        compiler: Compiler | None = None,
-    ) -> None:
-        self.runner, self.block_size, self.device = runner, block_size, runner.device
-        self.last_tokens = torch.zeros(sequences + 1, dtype=torch.int64, device=runner.device)
-        self.graphs = Graphs(runner, self.last_tokens, sequences, max_length, block_size)
+    def __init__(self, runner: Runner, *, capture: bool, compiler: Compiler | None = None) -> None:
+        self.runner, self.device = runner, runner.device
+        self.last_tokens = torch.zeros(runner.sequences + 1, dtype=torch.int64, device=runner.device)
+        self.graphs = Graphs(runner, self.last_tokens)
         if capture:
             self.graphs.capture_all(compiler)
 
@@ -81,7 +72,7 @@ class AsyncSteps:
     def _logits(self, chunks: list[Chunk]) -> Tensor:
         if len(chunks) == 1 and _is_plain(chunks) and self.graphs.takes_prompt(chunks[0]):
             return self.graphs.read_prompt(chunks[0])
-        step = make_step(chunks, self.block_size, self.device)
+        step = make_step(chunks, self.runner.cache.block_size, self.device)
         unknown = [(row, chunk.sequence.slot) for row, chunk in enumerate(chunks) if chunk.sequence.pending]
         if unknown:  # their chunks have one token each and come first, so chunk and row are the same number
             rows, slots = to_device(list(zip(*unknown, strict=True)), self.device, torch.int64)

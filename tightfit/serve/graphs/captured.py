@@ -75,12 +75,12 @@ class Staged:
 class Graphs:
     """Captured decoding steps and short prompts of one runner."""
 
-    def __init__(self, runner: Runner, last_tokens: Tensor, sequences: int, max_length: int, block_size: int) -> None:
-        self.runner, self.last_tokens, self.block_size, self.max_length = runner, last_tokens, block_size, max_length
-        self.device = runner.device
+    def __init__(self, runner: Runner, last_tokens: Tensor) -> None:
+        self.runner, self.last_tokens, self.device = runner, last_tokens, runner.device
+        self.block_size, self.padding_block = runner.cache.block_size, runner.cache.padding_block
+        sequences, self.max_length = runner.sequences, runner.max_length
         self.sizes = decode_sizes(sequences)
-        self.columns = -(-max_length // block_size)
-        self.padding_block = runner.cache.storage.shape[2] - 1
+        self.columns = -(-self.max_length // self.block_size)
         self._numbers = Staged((NUMBERS, sequences), torch.int64, self.device)
         self._tables = Staged((sequences, self.columns), torch.int32, self.device)
         self._by_slot = np.zeros((sequences, self.columns), dtype=np.int32)
@@ -88,7 +88,7 @@ class Graphs:
         self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences  # whose blocks, how many of them
         self._prompt = Staged((3, PROMPT_SIZES[-1]), torch.int64, self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._longest = max_length  # what steps that are not captured gather
+        self._longest = self.max_length  # what steps that are not captured gather
         self._decoding: dict[int, Captured] = {}
         self._choosing: dict[int, Captured] = {}
         self._states: dict[int, Tensor] = {}
@@ -194,8 +194,6 @@ class Graphs:
             tables=self._tables.device_side[:size],
             lengths=lengths,
             longest=self._longest,
-            pieces=[],
-            rope_lengths=[],
             rows=slots,  # as many as there are tokens: all of them
             block_size=self.block_size,
         )
@@ -219,9 +217,7 @@ class Graphs:
             singles=0,
             tables=places.new_zeros((0, 0), dtype=torch.int32),
             lengths=places[:0],
-            longest=0,
             pieces=[Piece(0, size, 0, [])],
-            rope_lengths=[],
             rows=rows[:1],
             block_size=self.block_size,
         )

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.requests.grammar import FORMS, Grammar, asked_grammar
-from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.requests.sampling import NUMBERS, Sampling
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chats go on until they are over."""
@@ -79,22 +79,8 @@ class Generation(Lenient):
         self, tokenizer: Tokenizer, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None
     ) -> Sampling:
         """Settings of ours; `max_tokens` where the client gives none."""
-        given = {
-            name: value
-            for name in (
-                "temperature",
-                "top_p",
-                "top_k",
-                "min_p",
-                "typical_p",
-                "repetition_penalty",
-                "presence_penalty",
-                "frequency_penalty",
-                "logit_bias",
-                "seed",
-            )
-            if (value := getattr(self, name)) is not None
-        }
+        names = (*NUMBERS, "top_k", "logit_bias", "seed")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return Sampling(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             stop=self._stops(),

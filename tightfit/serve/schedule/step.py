@@ -33,7 +33,7 @@ class Piece:
         return self.before + self.count
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Step:
     """N tokens of a step, the first `singles` of which are one each of as many sequences."""
 
@@ -48,9 +48,10 @@ class Step:
     """Block numbers of the first `singles` sequences, [singles, most blocks], padded with 0."""
     lengths: Tensor
     """How many positions each of them sees, [singles]."""
-    longest: int
-    pieces: list[Piece]
-    rope_lengths: list[tuple[int, int]]
+    longest: int = 0
+    """The largest of `lengths`."""
+    pieces: list[Piece] = field(default_factory=list)
+    rope_lengths: list[tuple[int, int]] = field(default_factory=list)
     """Runs of (tokens, length of their sequence), for ropes that depend on that."""
     rows: Tensor
     """The tokens whose logits are wanted, [R]."""

@@ -31,11 +31,9 @@ ENOUGH = 200
 """Guesses from which their kept share is told."""
 
 
-def break_even_share(
-    runner: Runner, proposer: Proposer, pool: BlockPool, guesses: int, max_length: int
-) -> float | None:
+def break_even_share(runner: Runner, proposer: Proposer, pool: BlockPool, guesses: int) -> float | None:
     """The share of kept guesses from which on guessing is faster; above 1: never. None without room to try."""
-    length = min(POSITIONS, min(max_length, pool.size * pool.block_size) - guesses)
+    length = min(POSITIONS, min(runner.max_length, pool.size * pool.block_size) - guesses)
     if length < 1:
         return None
     sequence = Sequence([0] * length, Sampling(temperature=0))

@@ -19,13 +19,14 @@ from tightfit.serve.speculation.skipping import SkippingRunner, kept_layers
 class DraftSteps:
     """Runs chunks through the draft model; its cache has block b wherever the target's has block b."""
 
-    def __init__(self, runner: Runner | SkippingRunner, block_size: int) -> None:
-        self.runner, self.block_size = runner, block_size
+    def __init__(self, runner: Runner | SkippingRunner) -> None:
+        self.runner = runner
 
     def run(self, chunks: Items[Chunk]) -> Tensor:
         """Logits after the last token of each chunk, in the order given."""
         order = ordered(chunks)
-        logits = self.runner.logits(make_step(order, self.block_size, self.runner.device, last_rows=True))
+        step = make_step(order, self.runner.cache.block_size, self.runner.device, last_rows=True)
+        logits = self.runner.logits(step)
         row_of = {id(chunk): row for row, chunk in enumerate(order)}
         return logits[[row_of[id(chunk)] for chunk in chunks]]
 
@@ -44,7 +45,7 @@ def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: E
         )
     weight = draft.embed.weight
     cache = make_cache(draft.spec, budget.blocks, config.block_size, weight.device, weight.dtype)
-    return DraftSteps(Runner(draft.eval(), cache, budget.max_length, config.max_sequences), config.block_size)
+    return DraftSteps(Runner(draft.eval(), cache, budget.max_length, config.max_sequences))
 
 
 def skipping_spec(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
@@ -57,4 +58,4 @@ def make_skipping_runner(target: Runner, budget: Budget, config: EngineConfig) -
     spec, weight = target.model.spec, target.model.embed.weight
     kept = kept_layers(spec.layers, config.skipped_layers)
     cache = make_cache(skipping_spec(spec, config), budget.blocks, config.block_size, weight.device, weight.dtype)
-    return DraftSteps(SkippingRunner(target, kept, cache), config.block_size)
+    return DraftSteps(SkippingRunner(target, kept, cache))

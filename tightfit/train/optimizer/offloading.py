@@ -137,7 +137,7 @@ class Offloading:
         """FSDP2's modules in forward order, and the matrices that it all-gathers before each."""
         names = {id(parameter): name for name, parameter in named}
         for group in self.shards.groups:
-            gathered = [names[id(parameter)] for parameter in group.parameters]
+            gathered = (names.get(id(parameter), "") for parameter in group.parameters)  # some are not trained
             yield group.module, [self.matrices[name] for name in gathered if name in self.matrices], group
 
     def synchronize(self) -> None:
