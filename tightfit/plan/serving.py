@@ -96,7 +96,7 @@ class Serving:
 
     @property
     def _product_tflop_s(self) -> float:
-        """The card's peak of the fastest products that the weights can have: of a byte where inputs are rounded to one."""
+        """Peak of the fastest products that the weights can have: of bytes where inputs are rounded to them."""
         rates = self.machine.accelerator.rates
         scheme = None if self.compressed is None else self.compressed.scheme
         narrow = () if scheme is None or scheme.activations is None else (rates.fp8, rates.int8)
