@@ -66,12 +66,12 @@ def requests_of(chance: random.Random, model: Decoder, tokenizer: Tokenizer, nam
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "pipelined": {"pipelined": True},
+    "overlapped": {"async_steps": True},
     "host": {"host_bytes": 2**24},
     "lookup": {"speculation": "lookup"},
     "draft": {"speculation": "draft"},
     "adapters": {},
-    "adapters, pipelined": {"pipelined": True},
+    "adapters, overlapped": {"async_steps": True},
     "adapters, lookup": {"speculation": "lookup"},
 }
 

@@ -1,8 +1,9 @@
 """Serving: does a model fit one card at a quantization, with the requests it shall answer, and how fast at best.
 
 Reading speed bounds decoding: every token needs all (active) weights and the request's keys and values once, so one
-stream cannot be faster than bandwidth divided by their bytes. Prompts are bound by matrix products. Both are limits at
-the measured shares of the card's rates, not predictions of an engine. More cards serve a copy each.
+stream cannot be faster than bandwidth divided by their bytes. Prompts are bound by matrix products (2 FLOPs a weight of
+the layers and token; attention comes on top). Both are limits at the measured shares of the card's rates, not
+predictions of an engine. More cards serve a copy each.
 """
 
 from dataclasses import dataclass, replace
@@ -84,6 +85,35 @@ class Serving:
         """At most, over all requests of one card."""
         return self.requests / self.token_seconds
 
+    @property
+    def first_token_seconds(self) -> float:
+        """At least, after a prompt of `length` tokens that is alone on the card."""
+        spec = self.spec
+        ends = (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
+        flops = 2 * (spec.params(active=True) - ends) * self.length
+        products = flops / (self._product_tflop_s * 1e12 * MEASURED.matmul)
+        return max(products, replace(self, requests=1, length=1).token_seconds)
+
+    @property
+    def _product_tflop_s(self) -> float:
+        """Peak of the fastest products that the weights can have: of bytes where inputs are rounded to them."""
+        rates = self.machine.accelerator.rates
+        scheme = None if self.compressed is None else self.compressed.scheme
+        narrow = () if scheme is None or scheme.activations is None else (rates.fp8, rates.int8)
+        return max(rate for rate in (rates.bf16, rates.fp16, rates.fp32, *narrow) if rate is not None)
+
+    @property
+    def most_requests(self) -> int:
+        """How many such requests the card has room for at a time."""
+        most = 1
+        while replace(self, requests=most).fits:
+            most *= 2
+        least = most // 2
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (middle, most) if replace(self, requests=middle).fits else (least, middle)
+        return least
+
     def changes(self) -> list[str]:
         """What would fit, the smallest step of each kind."""
         found = []
@@ -114,6 +144,8 @@ class Serving:
             "batch": self.requests,
             "cache": self.cache,
             "tokens_per_second": self.tokens_per_second,
+            "first_token_s": self.first_token_seconds,
+            "most_requests": self.most_requests,
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),
         }
