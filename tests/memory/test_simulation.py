@@ -22,12 +22,13 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.allocator import PlainAllocator
+from tightfit.memory.extrapolation import extrapolated
 from tightfit.memory.formulas.overheads import DEFAULT
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Component, Ledger, Phase
 from tightfit.memory.measurement import measured
 from tightfit.memory.simulation import fake_world, simulated
-from tightfit.memory.trace import PhasePeak, Trace
+from tightfit.memory.trace import Allocation, PhasePeak, Trace
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
@@ -302,3 +303,12 @@ def test_a_world_inside_a_world_is_refused() -> None:
     with fake_world(2), pytest.raises(UserError, match="simulate in another process"), fake_world(4):
         pass
     assert not torch.distributed.is_initialized()
+
+
+def test_peaks_at_different_moments_of_two_depths_grow_by_their_sum() -> None:
+    """Kinds that shrink from one depth to the next cannot go below nothing, and must not make the others grow more."""
+    few = PhasePeak("init", 100, 100, alive=[Allocation(60, "weights"), Allocation(40, "gradients")])
+    more = PhasePeak("init", 110, 110, alive=[Allocation(100, "weights"), Allocation(10, "gradients")])
+    (found,) = extrapolated([few], [more], periods=10)
+    assert found.allocated_bytes == 210
+    assert [(each.component, each.bytes) for each in found.alive] == [("weights", 210)]

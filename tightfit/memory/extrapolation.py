@@ -15,7 +15,7 @@ from tightfit.errors import UserError
 from tightfit.memory.ledger import Component
 from tightfit.memory.trace import Allocation, PhasePeak
 
-SHALLOW_PERIODS = 4
+SHALLOW_PERIODS = 3
 
 
 def depths(layers: int, period: int) -> tuple[int, int]:
@@ -58,12 +58,18 @@ def _peak(peaks: Sequence[PhasePeak]) -> int:
 
 
 def _beyond(few: PhasePeak, more: PhasePeak, periods: int) -> PhasePeak:
-    """Each kind of tensor grows by what one period adds."""
+    """Each kind of tensor grows by what one period adds.
+
+    Where the two peaks are different moments some kinds shrink, and may be less than nothing in the end: then the sum
+    is what grows, and the other kinds share it.
+    """
     held, wider = _by_kind(few), _by_kind(more)
-    grown = {kind: wider[kind] + (wider[kind] - held[kind]) * periods for kind in wider}
-    alive = [Allocation(count, *kind) for kind, count in grown.items() if count > 0]
+    grown = {kind: wider[kind] + (wider[kind] - held[kind]) * periods for kind in held | wider}
+    total, left = max(0, sum(grown.values())), {kind: count for kind, count in grown.items() if count > 0}
+    share = total / (sum(left.values()) or 1)
+    alive = [Allocation(round(share * count), *kind) for kind, count in left.items()]
     rounding = more.allocated_bytes / (wider.total() or 1)
-    return PhasePeak(more.phase, round(sum(a.bytes for a in alive) * rounding), event=more.event, alive=alive)
+    return PhasePeak(more.phase, round(total * rounding), event=more.event, alive=alive)
 
 
 def _by_kind(peak: PhasePeak) -> Counter[tuple[Component, str]]:
