@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serve_malformed import statuses
+from tests.covering import thorough
 from tests.serve.running import Running, running
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.config import EngineConfig
@@ -33,7 +34,8 @@ def test_malformed_requests_are_4xx(server: Running) -> None:
     assert len(found) >= 3
 
 
-def test_what_the_schema_allows_is_no_server_error(server: Running) -> None:
+@pytest.mark.parametrize("examples", [6, thorough(24)])
+def test_what_the_schema_allows_is_no_server_error(server: Running, examples: int) -> None:
     """Requests that schemathesis makes of the server's own description, good and bad."""
     import schemathesis
     from hypothesis import HealthCheck, Phase, settings
@@ -41,7 +43,7 @@ def test_what_the_schema_allows_is_no_server_error(server: Running) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     found: set[tuple[str, int]] = set()
     quick = settings(
-        max_examples=12,
+        max_examples=examples,
         deadline=None,
         database=None,
         derandomize=True,
