@@ -182,5 +182,5 @@ def alive(pid: int) -> bool:
     """Whether there is such a process, other than one that nobody has asked about after its end."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone, before or while it was read
         return False
