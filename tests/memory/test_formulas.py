@@ -22,7 +22,7 @@ from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.loss import logits_chunk_bytes, loss_cost
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
-from tightfit.memory.formulas.pipeline import pieces_in_flight, rank_spans
+from tightfit.memory.formulas.pipeline import micro_batches_in_flight, rank_spans
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
 from tightfit.memory.formulas.training import least_peaks, peak, peaks, training_ledger
 from tightfit.models.presets import preset, preset_names
@@ -278,15 +278,15 @@ def test_8b_on_known_cards() -> None:
 
 
 def test_pipelines_hold_what_their_schedules_say() -> None:
-    one = {rank: pieces_in_flight(Layout(pipeline=4), rank, 16) for rank in range(4)}
+    one = {rank: micro_batches_in_flight(Layout(pipeline=4), rank, 16) for rank in range(4)}
     assert one == {0: (4,), 1: (3,), 2: (2,), 3: (1,)}
-    assert pieces_in_flight(Layout(pipeline=4), 0, 2) == (2,)
-    assert pieces_in_flight(Layout(pipeline=4, schedule="gpipe"), 3, 16) == (16,)
-    assert pieces_in_flight(Layout(pipeline=4, schedule="zero-bubble"), 3, 16) == (4,)
+    assert micro_batches_in_flight(Layout(pipeline=4), 0, 2) == (2,)
+    assert micro_batches_in_flight(Layout(pipeline=4, schedule="gpipe"), 3, 16) == (16,)
+    assert micro_batches_in_flight(Layout(pipeline=4, schedule="zero-bubble"), 3, 16) == (4,)
     interleaved = Layout(pipeline=4, schedule="interleaved", stages_per_rank=2)
-    assert [pieces_in_flight(interleaved, rank, 16) for rank in range(4)] == [(7, 4), (5, 4), (4, 3), (4, 1)]
+    assert [micro_batches_in_flight(interleaved, rank, 16) for rank in range(4)] == [(7, 4), (5, 4), (4, 3), (4, 1)]
     in_v = Layout(pipeline=4, schedule="zb-v", stages_per_rank=2)
-    assert [pieces_in_flight(in_v, rank, 16) for rank in range(4)] == [(7, 1), (6, 2), (5, 3), (4, 4)]
+    assert [micro_batches_in_flight(in_v, rank, 16) for rank in range(4)] == [(7, 1), (6, 2), (5, 3), (4, 4)]
     small = replace(preset("llama-3.1-8b"), layers=30, vocab_size=64)
     spans = [span[1:3] for span in rank_spans(small, 4096, Layout(pipeline=4))]
     assert spans == [(0, 7), (7, 15), (15, 23), (23, 30)], "the embedding counts too"

@@ -21,7 +21,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas import gpt
 from tightfit.memory.formulas.overheads import Overheads
-from tightfit.memory.formulas.pipeline import pieces_in_flight
+from tightfit.memory.formulas.pipeline import micro_batches_in_flight
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
 from tightfit.plan.seconds.pipeline import bubble_share
@@ -146,12 +146,12 @@ def test_schedules_hold_what_the_memory_formulas_count(schedule: PipelineSchedul
     made = simulate_schedule(schedule, ranks, batches, pieces=2)
     layout = Layout(pipeline=ranks, schedule=schedule, stages_per_rank=2 if schedule in ("interleaved", "zb-v") else 1)
     for rank in range(ranks):
-        assert held_at_once(made, rank) == sum(pieces_in_flight(layout, rank, batches))
+        assert held_at_once(made, rank) == sum(micro_batches_in_flight(layout, rank, batches))
 
 
 def test_zero_bubble_holds_no_more_than_the_formulas_count() -> None:
     made = simulate_schedule("zero-bubble", 4, 12)
-    counted = pieces_in_flight(Layout(pipeline=4, schedule="zero-bubble"), 0, 12)
+    counted = micro_batches_in_flight(Layout(pipeline=4, schedule="zero-bubble"), 0, 12)
     assert (max(held_at_once(made, rank) for rank in range(4)),) == counted
 
 

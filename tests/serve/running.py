@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import openai
 import uvicorn
 
 from tightfit.models.loading import LoadedModel
+from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.app import Served, make_app
 from tightfit.serve.http.guards import ServerLimits
@@ -59,3 +61,17 @@ def running(loaded: LoadedModel, engine: Engine, limits: ServerLimits | None = N
         thread.join(timeout=30)
         listening.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def serving(loaded: LoadedModel, config: EngineConfig, limits: ServerLimits | None = None) -> Iterator[Running]:
+    """A server of `loaded` until the block is left, when nobody may hold anything and nothing may have failed."""
+    with running(loaded, Engine(loaded.model, loaded.tokenizer, config), limits) as made:
+        yield made
+        made.wait_until_idle()
+        assert made.service.failure is None
+
+
+def client_of(server: Running) -> openai.OpenAI:
+    """The official client."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)

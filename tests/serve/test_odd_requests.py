@@ -8,7 +8,7 @@ import openai
 import pytest
 import torch
 
-from tests.serve.running import Running, running
+from tests.serve.running import Running, client_of, running, serving
 from tests.serve.test_server import CONFIG, HELLO, TOOL, post
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
@@ -24,15 +24,13 @@ from tightfit.serve.sampling.sampler import probabilities
 
 @pytest.fixture(scope="module")
 def server(loaded: LoadedModel) -> Iterator[Running]:
-    with running(loaded, Engine(loaded.model, loaded.tokenizer, CONFIG)) as made:
+    with serving(loaded, CONFIG) as made:
         yield made
-        made.wait_until_idle()
-        assert made.service.failure is None
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return client_of(server)
 
 
 @pytest.mark.parametrize(

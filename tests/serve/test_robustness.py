@@ -7,20 +7,17 @@ import pytest
 
 from benchmarks.serve_malformed import statuses
 from tests.covering import thorough
-from tests.serve.running import Running, running
+from tests.serve.running import Running, serving
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.config import EngineConfig
-from tightfit.serve.engine import Engine
 
 CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
 
 
 @pytest.fixture(scope="module")
 def server(loaded: LoadedModel) -> Iterator[Running]:
-    with running(loaded, Engine(loaded.model, loaded.tokenizer, CONFIG)) as made:
+    with serving(loaded, CONFIG) as made:
         yield made
-        made.wait_until_idle()
-        assert made.service.failure is None
 
 
 MALFORMED = 120

@@ -15,7 +15,7 @@ import openai
 import pytest
 import torch
 
-from tests.serve.running import Running, running
+from tests.serve.running import Running, client_of, running, serving
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
@@ -42,15 +42,13 @@ TOOL: Any = {
 
 @pytest.fixture(scope="module")
 def server(loaded: LoadedModel) -> Iterator[Running]:
-    with running(loaded, Engine(loaded.model, loaded.tokenizer, CONFIG), ServerLimits(body_bytes=100_000)) as made:
+    with serving(loaded, CONFIG, ServerLimits(body_bytes=100_000)) as made:
         yield made
-        made.wait_until_idle()
-        assert made.service.failure is None
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return client_of(server)
 
 
 def post(server: Running, path: str, body: bytes, **headers: str) -> tuple[int, Any]:

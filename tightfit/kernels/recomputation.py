@@ -29,11 +29,11 @@ def result_unwanted() -> Iterator[None]:
 @contextmanager
 def skipped_when_recomputed() -> Iterator[None]:
     """Around products that are left out where the result is not wanted, so that nobody keeps what they made."""
-    _thread.skipped = True
+    before, _thread.skipped = is_skipped_when_recomputed(), True
     try:
         yield
     finally:
-        _thread.skipped = False
+        _thread.skipped = before
 
 
 def is_skipped_when_recomputed() -> bool:

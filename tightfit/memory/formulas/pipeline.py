@@ -11,7 +11,7 @@ kept meanwhile, as is what the stage sent on:
     2bw          K − r on rank r, from one step into the next (Narayanan et al. 2021b, PipeDream-2BW)
     zb-v         min(M, 2 K − r − 1) on the way down and min(M, r + 1) on the way up (Qi et al. 2024): 2 K pieces
 
-Pieces of one rank differ in size: the last stage has the output projection and fewer layers.
+Stages of one rank differ in size: the last has the output projection and fewer layers.
 """
 
 from functools import lru_cache
@@ -32,8 +32,8 @@ class RankSpan(NamedTuple):
     rank: int
     first: int
     last: int
-    pieces: tuple[int, ...]
-    """So many of them in each of its stages."""
+    layers_by_stage: tuple[int, ...]
+    """How many of them each of its stages has."""
     has_embedding: bool
     has_head: bool
 
@@ -45,28 +45,30 @@ class RankSpan(NamedTuple):
 def rank_spans(spec: ModelSpec, length: int, layout: Layout) -> tuple[RankSpan, ...]:
     """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
     if layout.pipeline == 1:
-        whole = RankSpan(rank=0, first=0, last=spec.layers, pieces=(spec.layers,), has_embedding=True, has_head=True)
+        whole = RankSpan(
+            rank=0, first=0, last=spec.layers, layers_by_stage=(spec.layers,), has_embedding=True, has_head=True
+        )
         return (whole,)
     return _rank_spans(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
 
 
 @lru_cache(maxsize=4096)
 def _rank_spans(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[RankSpan, ...]:
-    layers_of = _layers_of_pieces(spec, length, pipeline, pieces, in_v=in_v)
-    lasts, head_rank = accumulate(map(sum, layers_of)), 0 if in_v else pipeline - 1
+    layers_by_stage = _layers_by_stage(spec, length, pipeline, pieces, in_v=in_v)
+    lasts, head_rank = accumulate(map(sum, layers_by_stage)), 0 if in_v else pipeline - 1
     return tuple(
-        RankSpan(rank, last - sum(own), last, pieces=own, has_embedding=rank == 0, has_head=rank == head_rank)
-        for rank, (own, last) in enumerate(zip(layers_of, lasts, strict=True))
+        RankSpan(rank, last - sum(own), last, own, has_embedding=rank == 0, has_head=rank == head_rank)
+        for rank, (own, last) in enumerate(zip(layers_by_stage, lasts, strict=True))
     )
 
 
 @lru_cache(maxsize=4096)
 def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool = False) -> tuple[int, ...]:
     """How many layers each pipeline rank has."""
-    return tuple(map(sum, _layers_of_pieces(spec, length, pipeline, pieces, in_v=in_v)))
+    return tuple(map(sum, _layers_by_stage(spec, length, pipeline, pieces, in_v=in_v)))
 
 
-def _layers_of_pieces(
+def _layers_by_stage(
     spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
 ) -> tuple[tuple[int, ...], ...]:
     """How many layers each stage of each pipeline rank has."""
@@ -109,11 +111,11 @@ def _first_alike(spec: ModelSpec, spans: tuple[RankSpan, ...], *, every: int, co
     found = []
     for rank, span in enumerate(spans):
         kinds = ((*spec.traits_of(layer), layer in recomputed) for layer in range(span.first, span.last))
-        found.append(first.setdefault((span.has_embedding, span.has_head, span.pieces, *kinds), rank))
+        found.append(first.setdefault((span.has_embedding, span.has_head, span.layers_by_stage, *kinds), rank))
     return tuple(found)
 
 
-def pieces_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
+def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
     """Micro-batches whose activations rank `rank` keeps at the fullest, of each of its stages."""
     K, v = layout.pipeline, layout.stages_per_rank
     if K == 1:
@@ -138,4 +140,4 @@ def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
     """
     if layout.has_two_versions:
         return False
-    return sum(pieces_in_flight(layout, rank, micro_batches)) >= micro_batches * layout.stages_per_rank
+    return sum(micro_batches_in_flight(layout, rank, micro_batches)) >= micro_batches * layout.stages_per_rank

@@ -13,7 +13,7 @@ from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import forwards_come_first, pieces_in_flight
+from tightfit.memory.formulas.pipeline import forwards_come_first, micro_batches_in_flight
 from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
@@ -180,11 +180,11 @@ def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
 
 
 def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int) -> int:
-    """Inputs on the host at once: of the layers of every piece of a pipeline that is in flight, at most."""
+    """Inputs on the host at once: of the layers of every micro-batch in flight, as if stages were of one size."""
     if not stage.offloaded:
         return 0
-    pieces = max(1, sum(pieces_in_flight(layout, stage.span.rank, micro_batches)))
-    return pieces * ceil(stage.offloaded, layout.stages_per_rank)
+    in_flight = max(1, sum(micro_batches_in_flight(layout, stage.span.rank, micro_batches)))
+    return in_flight * ceil(stage.offloaded, layout.stages_per_rank)
 
 
 class InFlight(NamedTuple):
@@ -207,34 +207,35 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
     sent_bytes = (chunks - stage.span.has_head) * stream_bytes
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = loss.kept if stage.span.has_head else 0
-    pieces = pieces_in_flight(layout, rank, micro_batches)
-    other_bytes = _beside_one(stage, pieces, each_bytes)
+    in_flight = micro_batches_in_flight(layout, rank, micro_batches)
+    other_bytes = _beside_one(stage, in_flight, each_bytes)
     if layout.schedule == "zb-v":
         other_bytes = max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))
     elif layout.schedule == "zero-bubble" and rank:
         waiting = min(micro_batches, rank + 1)
         other_bytes += waiting * stage.for_weights_bytes + (waiting - 1) * loss_bytes
     elif chunks == 1:  # the last rank has several losses only where all forwards come first
-        other_bytes += (sum(pieces) - 1) * loss_bytes
+        other_bytes += (sum(in_flight) - 1) * loss_bytes
     if micro_batches == 1 or not forwards_come_first(layout, rank, micro_batches):
         # Some micro-batches go backward through a rank's last stage before any does through another.
         first_backwards = 2 * layout.pipeline - 1 - rank if layout.in_v else layout.pipeline
         is_early = chunks > 1 and micro_batches <= first_backwards
-        return InFlight(other_bytes, micro_batches, stage.span.pieces[-1] / sum(stage.span.pieces) if is_early else 1.0)
+        layers = stage.span.layers_by_stage
+        return InFlight(other_bytes, micro_batches, begun_share=layers[-1] / sum(layers) if is_early else 1.0)
     # Interleaved, a rank's first piece begins after K backwards of each later one.
     gone_pieces = (chunks - 1) * layout.pipeline + 1
     return InFlight(other_bytes, 1, gone_bytes=gone_pieces * each_bytes // chunks + loss_bytes)
 
 
-def _of_stages(stage: StageMemory, pieces: tuple[int, ...], bytes_of_all: int) -> int:
-    """What `pieces` micro-batches of each stage keep, if one keeps `bytes_of_all` in all of them: by their layers."""
-    layers_kept = sum(count * layers for count, layers in zip(pieces, stage.span.pieces, strict=True))
-    return bytes_of_all * layers_kept // sum(stage.span.pieces)
+def _of_stages(stage: StageMemory, in_flight: tuple[int, ...], of_all: int) -> int:
+    """What `in_flight` micro-batches of each stage have, if one has `of_all` in all of them: by their layers."""
+    layers = stage.span.layers_by_stage
+    return ceil(of_all * sum(count * own for count, own in zip(in_flight, layers, strict=True)), sum(layers))
 
 
-def _beside_one(stage: StageMemory, pieces: tuple[int, ...], bytes_of_all: int) -> int:
+def _beside_one(stage: StageMemory, in_flight: tuple[int, ...], of_all: int) -> int:
     """The same without the micro-batch at work."""
-    return max(0, _of_stages(stage, pieces, bytes_of_all) - bytes_of_all)
+    return max(0, _of_stages(stage, in_flight, of_all) - of_all)
 
 
 def _later_in_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> Iterator[int]:

@@ -27,7 +27,7 @@ from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.pipeline import pieces_in_flight
+from tightfit.memory.formulas.pipeline import micro_batches_in_flight
 from tightfit.plan.batch import divisors
 from tightfit.plan.search.lever_choices import TILED_LENGTH, LeverSets, lever_sets
 from tightfit.plan.search.pins import Pins
@@ -127,7 +127,7 @@ class SearchSpace:
         """Whether as many micro-batches are in flight as ever are, so that larger ones can only need more memory."""
         count = self.workload.micro_batches(layout)
         many = count + layout.pipeline * (layout.stages_per_rank + 1)
-        return pieces_in_flight(layout, 0, count) == pieces_in_flight(layout, 0, many)
+        return micro_batches_in_flight(layout, 0, count) == micro_batches_in_flight(layout, 0, many)
 
     def accumulates(self, layout: Layout) -> bool:
         """Whether a step has several micro-batches, so that gradients wait between them."""
