@@ -249,3 +249,25 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
         "Line",
     }
     assert nouns <= set(words)
+
+
+OTHERS_FILES = {"_fsdp_collectives.py", "_fsdp_param.py", "modeling_low_rank.py"}
+"""Torch's, and one that is written beside a compressed model."""
+
+
+def test_files_that_are_named_exist() -> None:
+    """A file that is moved takes along what is said about it. Capitals stand for any; the log tells of what was."""
+    root = PACKAGE.parent
+    files = [
+        path.relative_to(root) for room in ("tightfit", "benchmarks", "tests") for path in (root / room).rglob("*.py")
+    ]
+    known = {"/".join(path.parts[start:]) for path in files for start in range(len(path.parts))} | OTHERS_FILES
+    pages = [path for path in [*root.glob("*.md"), *root.glob("docs/*.md")] if path.stem not in ("LOG", "CHANGELOG")]
+    named = re.compile(r"(?<![\w/.<{*-])[\w/]+\.py\b")
+    gone = [
+        f"{path.relative_to(root)}: {name}"
+        for path in [*modules().values(), *pages]
+        for name in named.findall(path.read_text(encoding="utf-8"))
+        if name.islower() and name not in known
+    ]
+    assert gone == []

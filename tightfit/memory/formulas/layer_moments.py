@@ -60,7 +60,7 @@ def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
     # Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
     # Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or
-    # recomputed, what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
+    # recomputed, what attention did; then that and what the layer before's MLP did (collectives/conjugate.py).
     gathered_bytes = shape.hidden_bytes if shape.sequence_parallel else 0
     extra_bytes = (_experts_extra if is_routed else _mlp_extra)(shape) + gathered_bytes
     working_bytes = (_experts_working if is_routed else _mlp_working)(shape)

@@ -1,6 +1,6 @@
 """Training: the fullest moment of every phase of a step, on every pipeline rank.
 
-- init: what lives as long as the run. States exist from the start (train/optimizer.py), so no first step differs.
+- init: what lives as long as the run. States exist from the start (train/optimizer), so no first step differs.
 - forward, loss, backward, optimizer: told in step.py.
 - evaluation: a forward that keeps nothing. save: the host holds what the file will.
 """

@@ -1,6 +1,6 @@
 """The update on the card: bytes that AdamW and the adding of gradients move, and what kernels reach of a copy's rate.
 
-As train/optimizer.py goes about it. Gradients are read for their norm. Torch's AdamW, which on GPUs one launch of our
+As train/optimizer goes about it. Gradients are read for their norm. Torch's AdamW, which on GPUs one launch of our
 kernel over lists makes, beside masters wants them widened (read and written) and its result narrowed (read and
 written); it reads gradients, and reads and writes what it updates and both moments. Shards are masters already: nothing
 is widened or narrowed. Our other kernels read gradients as they are, and write a narrow copy where there is one. The
