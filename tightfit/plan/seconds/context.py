@@ -26,22 +26,6 @@ FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadExchange:
-    """The exchange of heads in one layer for one micro-batch, one way."""
-
-    sent_s: float
-    """The all-to-alls of queries, keys and values, and of outputs."""
-    copied_bytes: float
-    """Read or written to sort them."""
-    bytes_s: float
-
-    @property
-    def one_way_s(self) -> float:
-        """Forward, and backward as much."""
-        return self.sent_s + self.copied_bytes / self.bytes_s
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ring:
     """The ring in one layer for one micro-batch."""
 
@@ -61,9 +45,8 @@ class Ring:
 
     def backward_s(self, attention_s: float) -> float:
         """Beside attention backward."""
-        return self._sent_s(self.send_s + self.gradient_send_s, attention_s) + self._merged_s(
-            self.query_numbers + self.key_numbers
-        )
+        sent_s = self._sent_s(self.send_s + self.gradient_send_s, attention_s)
+        return sent_s + self._merged_s(self.query_numbers + self.key_numbers)
 
     def _sent_s(self, one_send_s: float, attention_s: float) -> float:
         traffic_s = (self.ranks - 1) * one_send_s
@@ -81,19 +64,17 @@ def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tupl
     return tokens * spec.query_size / layout.tensor, tokens * 2 * kv_heads * spec.head_dim
 
 
-def head_exchange(
-    group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float
-) -> HeadExchange:
-    """Context ranks that exchange heads of `tokens` tokens, on cards that copy `bytes_s`."""
+def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> float:
+    """Seconds in which context ranks exchange heads of `tokens` tokens forward, and backward as much."""
+    if layout.exchanging == 1:
+        return 0.0
     query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
     ranks = group(layout.tensor, layout.exchanging)
     qkv_bytes = (query_numbers + key_numbers) * workload.weight_bytes
     out_bytes = query_numbers * workload.weight_bytes
-    return HeadExchange(
-        sent_s=ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes),
-        copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
-        bytes_s=bytes_s,
-    )
+    sent_s = ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes)
+    sorted_bytes = 2 * (qkv_bytes + out_bytes)  # read and written
+    return sent_s + sorted_bytes / bytes_s
 
 
 def context_ring(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> Ring:
