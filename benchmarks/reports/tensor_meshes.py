@@ -10,12 +10,13 @@ from pathlib import Path
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
 from tightfit.plan.seconds.tensor import forward_calls, regather_calls
-from tightfit.plan.seconds.tensor_mesh import STATISTIC_BYTES, MeshMessages, Message
+from tightfit.plan.seconds.tensor_mesh import MeshMessages, Message
 from tightfit.report.figure import panels, plain
 
 MODEL, ROWS, LENGTH = "llama-3.1-70b", 64, 4096
@@ -77,7 +78,7 @@ def _message_bytes(message: Message, layout: Layout, number_bytes: float) -> flo
     ranks = dict(zip(("depth", "row", "column"), layout.tensor_axes, strict=True))[message.axis]
     share = 1.0 if message.kind in ("broadcast", "reduce") else (ranks - 1) / ranks
     times = 2 if message.kind == "all_reduce" else 1
-    return times * share * message.elements * (STATISTIC_BYTES if message.wide else number_bytes)
+    return times * share * message.elements * (FLOAT32_BYTES if message.wide else number_bytes)
 
 
 def draw_tensor_meshes(path: Path) -> None:

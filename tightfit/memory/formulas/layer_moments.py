@@ -7,10 +7,11 @@ how many of the layer's weights there is a gradient; what such a gradient takes 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import STATISTIC, attention_saved
+from tightfit.memory.formulas.saved import attention_saved
 from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
 
 AttentionKind = Literal["fused", "own"]
@@ -231,12 +232,12 @@ def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
 
 def attention_workspace(shape: LocalShape, layer: int) -> int:
     """What attention's backward holds while it runs, beside its inputs and results."""
-    row_sums_bytes = STATISTIC * shape.tokens * shape.heads  # float32 per row and head (flash_attention_backward.py)
+    row_sums_bytes = FLOAT32_BYTES * shape.tokens * shape.heads  # one per query and head (flash_attention_backward.py)
     if attention_kind(shape, layer) == "own":
         return row_sums_bytes
     # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd and
     # cuDNN's sdpa_backward alike.
-    wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < STATISTIC else 0
+    wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < FLOAT32_BYTES else 0
     ungrouped_bytes = 2 * shape.query_bytes if shape.heads != shape.attended_kv_heads else 0
     return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
 
@@ -246,5 +247,5 @@ def ring_workspace(shape: LocalShape) -> int:
     them (own, and float32 at hand and arriving), and the float32 sum of dQ."""
     if shape.ring == 1:
         return 0
-    wide = STATISTIC // shape.element_bytes
+    wide = FLOAT32_BYTES // shape.element_bytes
     return 6 * shape.attended_key_bytes + wide * (4 * shape.attended_key_bytes + shape.query_bytes)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import INT32_BYTES, INT64_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import bounds_gradients, offloaded_count, stored_bytes
 from tightfit.levers.policy.recompute import KeepLevel
@@ -25,7 +26,7 @@ from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
-from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
+from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statistic_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -273,9 +274,9 @@ def _tables_bytes(shape: LocalShape, span: RankSpan) -> int:
     spec, layers = shape.spec, range(span.first, span.last)
     ropes = {rope for layer in layers if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)
-    positions_bytes = INDEX * shape.length if spec.rope is None and span.has_embedding else 0
+    positions_bytes = INT64_BYTES * shape.length if spec.rope is None and span.has_embedding else 0
     counted_bytes = 0
     if spec.experts is not None:
         counters = spec.experts.count * (1 if spec.experts.capacity_factor is None else 2)
-        counted_bytes = OFFSET * counters * sum(map(spec.is_routed, layers))
+        counted_bytes = INT32_BYTES * counters * sum(map(spec.is_routed, layers))
     return 2 * shape.length * pairs * shape.element_bytes + positions_bytes + counted_bytes

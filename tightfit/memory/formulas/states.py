@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, whole_that_fit
 from tightfit.memory.formulas.local_shape import ceil
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.story import OnHost, Resident
-
-MASTER = 4
 
 
 class States(NamedTuple):
@@ -51,7 +50,7 @@ def resident_states(
     """Of a rank that has `params`, some of them `in_layers`, before data ranks split them; layers' weights that are on
     the host come `streamed_at_once` at a time."""
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
-    updated_bytes, ranks = MASTER if has_masters else element_bytes, layout.sharing
+    updated_bytes, ranks = FLOAT32_BYTES if has_masters else element_bytes, layout.sharing
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
     shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
     whole_gradient_bytes = max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
@@ -64,7 +63,7 @@ def resident_states(
         reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
         resident=Resident(
             weights=0 if shards_are_masters else element_bytes * owned,  # 16-bit copies exist while they are gathered
-            masters=MASTER * owned if has_masters else 0,
+            masters=FLOAT32_BYTES * owned if has_masters else 0,
             moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
         ),
     )
@@ -80,7 +79,7 @@ def _offloaded(
     """The same with what is away moved to the host."""
     resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
     streams_weights = levers.offload == "weights"
-    state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (MASTER if workload.has_masters else 0)
+    state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (FLOAT32_BYTES if workload.has_masters else 0)
     belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
     away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
     away_share = away / owned if owned else 0.0
@@ -89,7 +88,7 @@ def _offloaded(
     # A piece on its way has moments and what is updated: the master, or a weight that is away itself.
     piece_bytes = state_bytes if workload.has_masters else belongings_bytes
     ring_bytes = round(STATE_SLOTS * min(PIECE_ELEMENTS, owned) * piece_bytes) if away else 0
-    narrowing_bytes = MASTER * PIECE_ELEMENTS if streamed and workload.has_masters else 0
+    narrowing_bytes = FLOAT32_BYTES * PIECE_ELEMENTS if streamed and workload.has_masters else 0
     return states._replace(
         resident=Resident(
             weights=resident.weights - element_bytes * streamed + slots_bytes,

@@ -5,10 +5,11 @@ gradient of their product for a tile's tokens, beside float32 sums of the weight
 hand. Then attention, a group of heads after another, then the projections, again by tiles.
 """
 
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace, ring_workspace
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import STATISTIC, SavedTensor, attended
+from tightfit.memory.formulas.saved import SavedTensor, attended
 
 
 def tiled_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
@@ -105,4 +106,4 @@ def _second_half_weights(shape: LocalShape) -> int:
 
 def _float32_sums(shape: LocalShape, weights: int) -> int:
     """The sums of gradients over tiles, counted in weights of `element_bytes`."""
-    return weights * STATISTIC // shape.element_bytes
+    return weights * FLOAT32_BYTES // shape.element_bytes

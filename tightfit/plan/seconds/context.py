@@ -15,6 +15,7 @@ efficient.
 from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.groups import MakeGroup
 from tightfit.plan.seconds.overlap import with_contention_s
@@ -22,7 +23,6 @@ from tightfit.plan.seconds.overlap import with_contention_s
 MERGE_BYTES = 2 * 4 + 2
 """Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
 MERGED_SHARE = 3 / 4
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Offload: copies over the host link that compute does not hide, in the order they are made.
 
     forward     weights come, checkpoints go
-    backward    weights and checkpoints come; states pass as their gradients come, but for those put off (`late`)
-    after it    what waits in line still, the embedding, whose gradient is the last, and what was put off: the next
+    backward    weights and checkpoints come; states pass as their gradients come, but for deferred ones (`late`)
+    after it    what waits in line still, the embedding, whose gradient is the last, and what was deferred: the next
                 forward pass begins with the first, and measured steps hide nothing of the others
 
 Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
@@ -19,6 +19,7 @@ from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, Launch
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import moment_bytes, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, offloads_states, offloads_weights
@@ -26,7 +27,6 @@ from tightfit.memory.formulas.states import kept_weights
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.products import layer_linears
 
-WIDE_BYTES = 4
 FORWARD_WAIT_S, BACKWARD_WAIT_S = 9.8e-13, 13.7e-13
 """Per squared length of a row, for each piece of streamed masters: what its cast waits for a multiprocessor.
 
@@ -120,7 +120,7 @@ class OffloadTime:
         if not offloads_weights(levers):
             return 0.0, 0.0
         workload = self.workload
-        each_bytes = WIDE_BYTES if workload.has_masters else workload.weight_bytes
+        each_bytes = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes
         layers = min(self._away(levers), self.params.owned - self.params.owned_ends)
         copied_s = layers * each_bytes / self._one_way_bytes_s
         if not workload.has_masters:
@@ -155,7 +155,7 @@ class OffloadTime:
             return on_gpu_s
         ranks_on_host = min(self.machine.per_node, self.layout.ranks)
         host_adam_s = away * ranks_on_host / self.efficiency.host_adam_params_s
-        on_host_s = max(away * WIDE_BYTES / self._one_way_bytes_s, host_adam_s)
+        on_host_s = max(away * FLOAT32_BYTES / self._one_way_bytes_s, host_adam_s)
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
 
     def _host_can_update(self, levers: Levers) -> bool:
@@ -165,7 +165,7 @@ class OffloadTime:
     def _passing_bytes(self, levers: Levers) -> float:
         """Bytes per weight, each way: moments, and the master or a weight that is away as well."""
         workload = self.workload
-        updated = WIDE_BYTES if workload.has_masters else workload.weight_bytes if offloads_weights(levers) else 0
+        updated = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes if offloads_weights(levers) else 0
         return moment_bytes(levers, wide=workload.updates_wide) + updated
 
     def _away(self, levers: Levers) -> float:
@@ -174,7 +174,7 @@ class OffloadTime:
         if not levers.offload_keep_bytes:
             return owned
         kept_bytes = moment_bytes(levers, wide=workload.updates_wide)
-        kept_bytes += WIDE_BYTES if workload.has_masters else 0
+        kept_bytes += FLOAT32_BYTES if workload.has_masters else 0
         kept_bytes += workload.weight_bytes if offloads_weights(levers) else 0
         return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)
 

@@ -13,12 +13,11 @@ from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import offloads_states
 from tightfit.plan.seconds.parameters import RankParams
-
-WIDE_BYTES = 4
 
 
 def update_launch(levers: Levers) -> Launch | None:
@@ -57,11 +56,11 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
     if offloads_states(levers):
         return gradient
     weight = workload.weight_bytes
-    updated = WIDE_BYTES if workload.has_masters else weight
+    updated = FLOAT32_BYTES if workload.has_masters else weight
     has_copy = workload.has_masters and not layout.zero
     moments = 2 * moment_bytes(levers, wide=wide)
     if _counts_as_torch(levers, wide=wide):
-        widened_narrowed = 2 * (weight + WIDE_BYTES) if has_copy else 0
+        widened_narrowed = 2 * (weight + FLOAT32_BYTES) if has_copy else 0
         return gradient + widened_narrowed + 3 * updated + moments
     moved = 2 * gradient + (weight if has_copy else 0) + 2 * updated + moments
     if state_format(levers, wide=wide) == "factored":
@@ -71,7 +70,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
 
 def _gradient_bytes(workload: Workload, layout: Layout) -> int:
     """FSDP2 reduces into float32 where there are masters."""
-    return WIDE_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
+    return FLOAT32_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
 
 
 def _between_operations_bytes(gradient: int, updated: int) -> int:
@@ -82,7 +81,7 @@ def _between_operations_bytes(gradient: int, updated: int) -> int:
     finished in two steps (rw, rw); the weight is decayed (w) and changed (rwrr); what is written to the model, read.
     """
     wide_passes = 1 + 2 + 1 + 2 + 3 + 1 + 1 + 4 + 1 + 4 + 1
-    return 2 * gradient + wide_passes * WIDE_BYTES + (updated if updated == WIDE_BYTES else 0)
+    return 2 * gradient + wide_passes * FLOAT32_BYTES + (updated if updated == FLOAT32_BYTES else 0)
 
 
 def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:

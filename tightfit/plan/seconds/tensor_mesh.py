@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.groups import CALL_S, Group, MakeGroup
 from tightfit.plan.seconds.tensor import TensorTraffic
@@ -31,7 +32,6 @@ CONJUGATE: dict[Kind, Kind] = {
     "all_to_all": "all_to_all",
     "broadcast": "reduce",
 }
-STATISTIC_BYTES = 4
 NORM_PASSES = 10, 16
 """Float32 passes of a norm over its block forward and backward: torch's own operations, not a fused kernel."""
 
@@ -157,10 +157,10 @@ def mesh_traffic(
     layers, spec = messages.spec.layers, messages.spec
 
     def seconds(found: list[Message]) -> float:
-        return sum(message_s(axes[m.axis], m, STATISTIC_BYTES if m.wide else number_bytes) for m in found)
+        return sum(message_s(axes[m.axis], m, FLOAT32_BYTES if m.wide else number_bytes) for m in found)
 
     norms = 4 if spec.sandwich_norms else 2
-    block_bytes = STATISTIC_BYTES * messages.tokens * spec.hidden_size / layout.tensor
+    block_bytes = FLOAT32_BYTES * messages.tokens * spec.hidden_size / layout.tensor
     norm_s = [passes * norms * block_bytes / bytes_s for passes in NORM_PASSES]
     forward_s, backward_s = (
         layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + seconds(messages.ends(backward=back))
