@@ -7,7 +7,6 @@ from typing import NamedTuple
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
-from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.adapter import frozen_unsplit_bytes
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
@@ -120,7 +119,7 @@ def _second_backward(first: RankMemory, freed_bytes: int, micro_batches: int) ->
 def _resident(rank: RankMemory, workload: Workload, overheads: Overheads) -> Resident:
     """What is on the GPU from the first step to the last."""
     states, two_versions = rank.states, rank.layout.has_two_versions
-    unsplit = _unsplit_bytes(workload, rank.layout, rank.levers, rank.stage, states)
+    unsplit = _unsplit_bytes(rank.layout, rank.levers, rank.stage, states)
     return states.resident._replace(
         unsplit=unsplit + (0 if rank.shape.adapted is None else frozen_unsplit_bytes(rank.shape)),
         frozen=frozen_bytes(workload),
@@ -154,22 +153,22 @@ def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> 
     return loss_cost(shape, fused=fused, allowed_bytes=chunk_bytes, sum_bytes=teacher.sum_bytes), teacher
 
 
-def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
+def _unsplit_bytes(layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
     """What the allocator counts with the weights, masters and moments of every matrix beyond their bytes (segments.py);
     those on the host are not the allocator's."""
     widths: list[float] = [states.element_bytes] if states.resident.weights else []
     if not states.host.moments:
         moments = 1 if levers.optimizer_states == "factored" else 2
-        widths += [moment_bytes(levers, wide=workload.updates_wide) / moments] * moments
+        widths += [states.moment_bytes / moments] * moments
         widths += [FLOAT32_BYTES] if states.resident.masters else []
     ranks = states.ranks if layout.zero else 1
     ends = 1 if stage.shares_embedding else stage.span.has_embedding + stage.span.has_head
     layers = 0 if states.streams_weights else stage.span.last - stage.span.first
-    left_bytes = 0
+    total_bytes = 0
     for width in widths:
-        left_bytes += ends * unsplit_bytes((stage.vocabulary,), width, ranks)
-        left_bytes += layers * unsplit_bytes(stage.last_layer_matrices, width, ranks)
-    return left_bytes
+        total_bytes += ends * unsplit_bytes((stage.vocabulary,), width, ranks)
+        total_bytes += layers * unsplit_bytes(stage.last_layer_matrices, width, ranks)
+    return total_bytes
 
 
 def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:

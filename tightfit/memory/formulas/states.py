@@ -17,7 +17,14 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import PIECE_ELEMENTS, STATE_SLOTS, WEIGHT_SLOTS, whole_that_fit
+from tightfit.levers.policy.offload import (
+    PIECE_ELEMENTS,
+    STATE_SLOTS,
+    WEIGHT_SLOTS,
+    offloads_states,
+    offloads_weights,
+    whole_that_fit,
+)
 from tightfit.memory.formulas.local_shape import ceil
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.story import OnHost, Resident
@@ -34,6 +41,8 @@ class States(NamedTuple):
     """Of a weight, and of its gradient, in forward and backward."""
     updated_bytes: int
     """Of a weight as the optimizer updates it: float32 where masters are."""
+    moment_bytes: float
+    """Of both its moments."""
     kept_gradient_bytes: int
     """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
     reduced_gradient_bytes: int
@@ -52,22 +61,24 @@ def resident_states(
     element_bytes, has_masters = workload.weight_bytes, workload.has_masters
     updated_bytes, ranks = FLOAT32_BYTES if has_masters else element_bytes, layout.sharing
     owned = params.shard(ranks, layout.expert) if layout.zero else params.all
-    shards_are_masters = layout.zero > 0 and has_masters and levers.offload == "none"
+    moments_bytes, is_offloaded = moment_bytes(levers, wide=workload.updates_wide), offloads_states(levers)
+    shards_are_masters = layout.zero > 0 and has_masters and not is_offloaded
     whole_gradient_bytes = max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
     states = States(
         owned=owned,
         ranks=ranks,
         element_bytes=element_bytes,
         updated_bytes=updated_bytes,
+        moment_bytes=moments_bytes,
         kept_gradient_bytes=updated_bytes if shards_are_masters else whole_gradient_bytes,
         reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
         resident=Resident(
             weights=0 if shards_are_masters else element_bytes * owned,  # 16-bit copies exist while they are gathered
             masters=FLOAT32_BYTES * owned if has_masters else 0,
-            moments=round(moment_bytes(levers, wide=workload.updates_wide) * owned),
+            moments=round(moments_bytes * owned),
         ),
     )
-    if levers.offload == "none":
+    if not is_offloaded:
         return states
     owned_in_layers = round(owned * in_layers.all / max(1, params.all))
     return _offloaded(states, workload, layout, levers, owned_in_layers, streamed_at_once)
@@ -78,8 +89,8 @@ def _offloaded(
 ) -> States:
     """The same with what is away moved to the host."""
     resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
-    streams_weights = levers.offload == "weights"
-    state_bytes = moment_bytes(levers, wide=workload.updates_wide) + (FLOAT32_BYTES if workload.has_masters else 0)
+    streams_weights = offloads_weights(levers)
+    state_bytes = states.moment_bytes + (FLOAT32_BYTES if workload.has_masters else 0)
     belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
     away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
     away_share = away / owned if owned else 0.0
