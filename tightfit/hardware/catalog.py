@@ -43,7 +43,7 @@ def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
 
 
 def row_of_accelerator(card: Accelerator) -> dict[str, Any]:
-    """The same as a row, without what is unknown."""
+    """An accelerator as a row of the catalogue, without what is unknown."""
     row = {name: value for name, value in asdict(card).items() if name != "rates"} | asdict(card.rates)
     return {name: value for name, value in row.items() if value is not None and value != ""}
 

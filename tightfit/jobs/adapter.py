@@ -92,7 +92,7 @@ class AdapterTraining(Section):
         )
 
     def on(self, source: str, spec: ModelSpec) -> "Adapted | None":
-        """The same on the model at `source`, whose shape is `spec`."""
+        """These adapters on the model at `source`, whose shape is `spec`."""
         return None if self.rank is None else self.adapted(compressed_base(source, spec), spec=spec)
 
 

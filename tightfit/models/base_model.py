@@ -26,7 +26,7 @@ class BaseModel:
 
     @property
     def rounding(self) -> Scheme | None:
-        """The same as a Scheme."""
+        """The scheme in which its linear layers were rounded as they were loaded; None where they were not."""
         return None if self.scheme is None else Scheme(**self.scheme)
 
 

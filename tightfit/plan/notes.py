@@ -124,7 +124,7 @@ def mesh_note(plan: Plan) -> str | None:
 
 
 def _other_meshes(plan: Plan) -> Iterator[Layout]:
-    """The same ranks in a line, or on every mesh that the rulebook lets this plan have and that the card holds."""
+    """The plan's tensor ranks in a line, or on every mesh that the rules allow and the card holds."""
     tensor, levers, workload = plan.layout.tensor, plan.levers, plan.workload
     for kind in ("1d", "2d", "2.5d", "3d"):
         for depth in range(2, tensor + 1) if kind == "2.5d" else (1,):

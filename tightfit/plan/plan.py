@@ -173,7 +173,7 @@ def refuse_overwriting(path: Path) -> None:
 
 
 def _is_plan(path: Path) -> bool:
-    """Whether it can be read as one; a pipe or a device is not asked, as it may never answer."""
+    """Whether the file can be read as a plan; a pipe or a device is not read, as it may never answer."""
     try:
         return path.is_file() and bool(Plan.load(path))
     except (UserError, UnicodeDecodeError):

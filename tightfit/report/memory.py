@@ -50,14 +50,14 @@ class Card:
 
 @dataclass(frozen=True)
 class Bar:
-    """One stack."""
+    """One bar: components stacked on one another."""
 
     label: str
     parts: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """Its height."""
+        """The bar's height."""
         return sum(self.parts.values())
 
 

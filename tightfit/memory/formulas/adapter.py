@@ -43,7 +43,7 @@ def expanded_bytes(shape: "LocalShape", name: Projection, made_bytes: int) -> in
 
 
 def trained_moments(shape: "LocalShape", moments: "tuple[LayerMoment, ...]") -> "tuple[LayerMoment, ...]":
-    """The same moments with gradients of A and B in the place of their matrices'."""
+    """`moments` with gradients of A and B in the place of their matrices'."""
     if shape.adapted is None:
         return moments
     whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())

@@ -85,7 +85,7 @@ def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
 
 
 def _on_a_cube(shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
-    """The same on a 3D mesh, whose products gather what they multiply."""
+    """`cost` on a 3D mesh, whose products gather what they multiply."""
     down, up, *attention = cost.backward
     inner = (shape.spec.up_projections + 1) * shape.inner_bytes(shape.spec.mlp_size)
     return replace(

@@ -87,7 +87,7 @@ def resident_states(
 def _offloaded(
     states: States, workload: Workload, layout: Layout, levers: Levers, owned_in_layers: int, streamed_at_once: int
 ) -> States:
-    """The same with what is away moved to the host."""
+    """`states` with what is offloaded moved from the GPU to the host."""
     resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
     streams_weights = offloads_weights(levers)
     state_bytes = states.moment_bytes + (FLOAT32_BYTES if workload.has_masters else 0)

@@ -100,7 +100,7 @@ class Pricing:
         return host_bytes is None or self.least_host_bytes(layout, levers) <= host_bytes
 
     def card_may_hold(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
-        """The same of the card alone."""
+        """Whether the card holds what does not depend on activations."""
         return self.least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
 
     def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float = 1.0) -> int:
@@ -116,7 +116,7 @@ class Pricing:
         return least.host_bytes * self._ranks_here(layout) + self._saving_bytes(layout, least)
 
     def least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
-        """Without a look at activations: the same for many micro-batches, schedules and levers."""
+        """A lower bound without activations, which many micro-batches, schedules and levers share."""
         key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
         if key not in self._least:
             self._least[key] = least_peaks(self.space.workload, layout, levers)

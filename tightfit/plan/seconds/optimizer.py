@@ -91,5 +91,5 @@ def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
 
 
 def _counts_as_torch(levers: Levers, *, wide: bool) -> bool:
-    """Whether it is torch's AdamW, or moves as much inside backward."""
+    """Whether the update is torch's AdamW, or one inside backward that moves as many bytes."""
     return is_torch_adamw(levers, wide=wide, or_inside_backward=True)

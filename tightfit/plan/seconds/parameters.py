@@ -49,7 +49,7 @@ class RankParams:
 
     @property
     def held(self) -> float:
-        """All."""
+        """Dense parameters and experts together."""
         return self.dense + self.experts
 
     @property
