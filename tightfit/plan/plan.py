@@ -39,9 +39,9 @@ class Plan:
     time: StepTime
     gpu_peak_bytes: int
     host_peak_bytes: int
-    """While a checkpoint is written,"""
+    """Of a node's host while a checkpoint is written."""
     saving_bytes: int = 0
-    """which so much of it is for."""
+    """The part of `host_peak_bytes` that is copied to write the checkpoint."""
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 

@@ -90,7 +90,7 @@ def make_gradients(
     if not earlier_bytes and (is_limited or not levers.update_in_backward):
         grown_bytes = _grown_bytes(layout, stage, states, sums_whole=sums_whole)
     if has_buckets(layout) and summed_micro_batches == 1:  # in which experts apart are not
-        grown_bytes = states.kept_gradient_bytes * _apart(layout, stage) / stage.layer_weights
+        grown_bytes = states.kept_gradient_bytes * _unbucketed_experts(layout, stage) / stage.layer_weights
     deferred = _deferred_weights(levers, stage, states) if is_limited else 0
     deferred_gradient_bytes = round(element_bytes * states.owned / stage.weights * deferred)
     own_head_bytes = element_bytes * stage.vocabulary * states.owned // stage.weights
@@ -119,7 +119,7 @@ def has_buckets(layout: Layout) -> bool:
     return layout.zero == 0 and layout.reducing > 1 and layout.pipeline == 1
 
 
-def _apart(layout: Layout, stage: StageMemory) -> int:
+def _unbucketed_experts(layout: Layout, stage: StageMemory) -> int:
     """Experts that are in no bucket, as other ranks hold other ones."""
     return stage.params.experts if layout.expert > 1 else 0
 
@@ -132,7 +132,7 @@ def _earlier_bytes(layout: Layout, stage: StageMemory, states: States, summed_mi
     """
     whole = stage.weights - stage.padding_weights
     if has_buckets(layout):
-        return states.kept_gradient_bytes * (min(summed_micro_batches, 2) * whole - _apart(layout, stage))
+        return states.kept_gradient_bytes * (min(summed_micro_batches, 2) * whole - _unbucketed_experts(layout, stage))
     if summed_micro_batches == 1:
         return 0
     return states.reduced_gradient_bytes * whole if layout.zero == 1 else states.kept_gradient_bytes * states.owned

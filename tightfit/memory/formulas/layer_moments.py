@@ -27,11 +27,11 @@ class LayerMoment(NamedTuple):
     """Gradients of activations, and what else is alive beside what was kept."""
     workspace_bytes: int = 0
     complete_weights: int = 0
-    """The layer's weights that have a gradient by then,"""
+    """The layer's weights that have a gradient by then."""
     new_weights: int = 0
-    """those of them whose gradient is not yet added to a sum over micro-batches,"""
+    """Those of `complete_weights` whose gradient is not yet added to a sum over micro-batches."""
     weight_copies: int = 0
-    """and further copies of gradients, in weights."""
+    """Further copies of gradients, counted in weights."""
 
     @property
     def activation_bytes(self) -> int:

@@ -45,9 +45,9 @@ class RankMemory:
     second_backward: "RankMemory | None" = None
     """The same rank where it may be fuller in its second backward than in its first, which has no earlier gradients."""
     throughout: dict[str, int] = field(init=False)
-    """What every moment of forward and backward has,"""
+    """What every moment of forward and backward has, as fields of StepMoment."""
     with_final_norm: dict[str, int] = field(init=False)
-    """and those with all layers' activations."""
+    """The same for moments with all layers' activations: the final norm has kept its input."""
 
     def __post_init__(self) -> None:
         self.throughout = {

@@ -123,7 +123,7 @@ def _at_loss(rank: RankMemory) -> StepMoment:
 def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
     """The fullest moment of a layer."""
     gradients = rank.gradients
-    moment = visit.kind.summing if gradients.add_in_place else visit.growing
+    moment = visit.kind.fullest_summing if gradients.add_in_place else visit.moment
     done_bytes = gradients.done(visit.done_weights)
     return StepMoment(
         *visit.saved_before,

@@ -30,11 +30,11 @@ class Peaks(NamedTuple):
     """The most that a training step needs."""
 
     gpu_bytes: int
-    """Of one card, slack and context included,"""
+    """Of one card, slack and context included."""
     host_bytes: int
-    """of the host for each rank,"""
+    """Of the host, for each rank."""
     saved_bytes: int
-    """and what a rank copies there besides to write a checkpoint."""
+    """Copied to the host by each rank besides, to write a checkpoint."""
 
 
 def peaks(

@@ -26,9 +26,9 @@ class Candidate:
     costs: Costs
     gpu_bytes: int
     host_bytes: int
-    """While it trains,"""
+    """Of a node's host while it trains."""
     saving_bytes: int
-    """and copied there besides to write a checkpoint."""
+    """Copied to a node's host besides, to write a checkpoint."""
 
     @cached_property
     def time(self) -> StepTime:

@@ -26,9 +26,9 @@ class AttentionRates:
     forward_flop_s: float
     backward_flop_s: float
     forward_token_keys: float
-    """A token costs as much as so many keys besides, half of them seen,"""
+    """Keys (half of them seen) that a token costs as much as in forward, beside its own."""
     backward_token_keys: float
-    """and in backward as so many."""
+    """The same in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
