@@ -67,21 +67,29 @@ def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
     working_bytes = (_experts_working if is_routed else _mlp_working)(shape)
     mlp = (_experts_backward if is_routed else _mlp_backward)(shape, saved_bytes)
     attention = _attention_backward(shape, layer, attention_bytes, mlp[-1].complete_weights)
-    again_bytes = shape.routed_bytes if is_routed else 0  # tokens, once per expert, for gate and up
-    if gathered_bytes or needs_last_product(shape.spec, layer):
-        again_bytes = extra_bytes + gathered_bytes
-    if shape.adapted is not None:  # a coded matrix beside what is there before the product
-        inner_bytes = shape.inner_bytes(shape.spec.mlp_size) if shape.trains("down") else 0
-        up_bytes = expanded_bytes(shape, "up", shape.inner_bytes(shape.spec.mlp_size))
-        again_bytes = max(again_bytes, up_bytes - inner_bytes)
+    recompute_bytes = _recompute_extra(shape, layer, extra_bytes=extra_bytes, gathered_bytes=gathered_bytes)
     cost = LayerCost(
         forward_extra=extra_bytes,
         forward_working=max(working_bytes, attention_bytes) + gathered_bytes,
         backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
-        recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + again_bytes),
+        recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + recompute_bytes),
     )
     cube = cubic_mlp(shape)
     return cost if cube is None else _on_a_cube(shape, cost, cube)
+
+
+def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathered_bytes: int) -> int:
+    """Beside the saved tensors and the gradient of the layer's output, when a layer has been computed again: what
+    forward holds besides where it runs to its last product, else what gate and up took in."""
+    if gathered_bytes or needs_last_product(shape.spec, layer):
+        recompute_bytes = extra_bytes + gathered_bytes
+    else:
+        recompute_bytes = shape.routed_bytes if shape.spec.is_routed(layer) else 0
+    if shape.adapted is None:
+        return recompute_bytes
+    inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
+    kept_product_bytes = inner_bytes if shape.trains("down") else 0  # which is not there yet while up is expanded
+    return max(recompute_bytes, expanded_bytes(shape, "up", inner_bytes) - kept_product_bytes)
 
 
 def _on_a_cube(shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
@@ -116,8 +124,9 @@ def _mlp_extra(shape: LocalShape) -> int:
 def _mlp_working(shape: LocalShape) -> int:
     """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
     inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
-    made_bytes = (shape.spec.up_projections + 1) * inner_bytes + shape.hidden_bytes
-    return 2 * shape.stream_bytes + made_bytes + expanded_bytes(shape, "down", shape.hidden_bytes)
+    gate_up_product_bytes = (shape.spec.up_projections + 1) * inner_bytes
+    expanded_down_bytes = expanded_bytes(shape, "down", shape.hidden_bytes)
+    return 2 * shape.stream_bytes + gate_up_product_bytes + shape.hidden_bytes + expanded_down_bytes
 
 
 def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
@@ -133,13 +142,13 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
         complete_weights=matrix,
         new_weights=matrix,
     )
-    is_apart = shape.adapted is not None
+    has_adapters = shape.adapted is not None
+    kept_product_bytes = shape.inner_bytes(spec.mlp_size) if has_adapters and shape.trains("down") else 0
     inputs = LayerMoment(
         "gradient of the MLP's input",
-        # by then the product that an adapter kept is gone
-        saved_bytes=saved_bytes - (shape.inner_bytes(spec.mlp_size) if is_apart and shape.trains("down") else 0),
-        # of gate and up apart, through one of them and through the other
-        gradient_bytes=stream_bytes + shape.hidden_bytes * (spec.up_projections if is_apart else 1),
+        saved_bytes=saved_bytes - kept_product_bytes,  # which down's backward was the last to need
+        # with adapters gate and up are products apart: the gradient through one, and through the other
+        gradient_bytes=stream_bytes + shape.hidden_bytes * (spec.up_projections if has_adapters else 1),
         workspace_bytes=expanded_bytes(shape, "up", shape.hidden_bytes),
         complete_weights=matrices,
         new_weights=matrices,

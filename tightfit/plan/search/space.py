@@ -72,9 +72,10 @@ class SearchSpace:
     def families(self, worth: Callable[[Layout], bool] = lambda layout: True) -> Iterator[list[Layout]]:
         """Layouts that differ in micro-batch and schedule only, smallest micro-batch first; of those that are `worth`
         asking the rulebook about."""
-        for made in self._every_family():
-            cut = (layout for layout in made if layout.pipeline * layout.stages_per_rank <= self.workload.spec.layers)
-            if family := [layout for layout in cut if worth(layout) and self._reason(layout) is None]:
+        layers = self.workload.spec.layers
+        for layouts in self._every_family():
+            cuttable = (layout for layout in layouts if layout.pipeline * layout.stages_per_rank <= layers)
+            if family := [layout for layout in cuttable if worth(layout) and self._reason(layout) is None]:
                 yield family
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
@@ -82,8 +83,8 @@ class SearchSpace:
         for mesh, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
             if mesh["tensor_mesh"] != "1d" and pipeline * context > 1:
                 continue  # the rulebook refuses them all
-            data, rest = divmod(self.machine.ranks, mesh["tensor"] * pipeline * context)
-            if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
+            data, left_over = divmod(self.machine.ranks, mesh["tensor"] * pipeline * context)
+            if left_over or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context, pipeline)):
                 degrees = mesh | {"pipeline": pipeline, "context": context, "ring": ring, "data": data}
@@ -285,14 +286,14 @@ class SearchSpace:
             )
         return self._without_batch() or self._without_a_pin()
 
-    def _against_pins_alone(self, rest: int) -> str | None:
+    def _against_pins_alone(self, other_ranks: int) -> str | None:
         """What the rulebook has against the pinned splits, where all other ranks are data ranks."""
         pins = self.pins.layout
         names = ["tensor", "pipeline", "context", "expert"]
         names += ["ring"] if "context" in pins else []
         names += ["tensor_mesh", "tensor_depth"] if "tensor" in pins and "tensor_mesh" in pins else []
         splits = {name: pins[name] for name in names if name in pins}
-        alone = Layout.model_construct(**splits, data=pins.get("data", 1) * rest)
+        alone = Layout.model_construct(**splits, data=pins.get("data", 1) * other_ranks)
         return refused_layout(alone) or self.refusal(alone, NO_LEVERS)
 
     def _without_batch(self) -> str | None:

@@ -98,7 +98,7 @@ class OffloadTime:
     def _pieces(self) -> float:
         """Of the layers' states on this rank: a matrix has one at least."""
         spec, params = self.workload.spec, self.params
-        owned_share = params.owned / params.held
+        owned_share = params.owned / params.all
         linears = layer_linears(spec)
         matrices = (linears.queries, linears.keys_values, linears.output, linears.up, linears.down)
         each = (linear.weights / linear.count * owned_share / PIECE_ELEMENTS for linear in matrices)

@@ -36,7 +36,7 @@ def update_s(
     bytes_s: float,
 ) -> float:
     """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
-    summed_params = params.owned if layout.zero >= 2 else params.held
+    summed_params = params.owned if layout.zero >= 2 else params.all
     added_bytes = (micro_batches - 1) * summed_params * sum_bytes(workload, layout)
     if workload.engine.fuses_accumulation:
         added_bytes = 0
