@@ -1,16 +1,21 @@
 """The search against trying everything; what it prefers when things are equal; and how quick it is."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.plan.questions import planned, question
 from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import computes_again
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
+from tightfit.jobs.teacher import Teacher
 from tightfit.memory.formulas.training import peak, peaks
 from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
+from tightfit.plan.search.candidate import Candidate
 from tightfit.plan.search.lever_choices import weaker
 from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, Kind, kind_of, search
 
@@ -157,3 +162,19 @@ def test_large_questions_are_quick() -> None:
     ):
         with within_turns(18 * seconds):
             assert search(asked.space).plans
+
+
+@pytest.mark.parametrize("compared", [{"features": 2}, {"maps": 1}])
+def test_layers_that_a_teacher_compares_are_not_computed_again(compared: dict[str, int]) -> None:
+    """Without that, these rows are planned with layers computed again, which the trainer then refuses."""
+    asked = question("llama-3.2-1b", "RTX-4090", 2048, 16, "layout.micro_batch=8")
+    spec = asked.workload.spec
+
+    def best(teacher: Teacher) -> Candidate | None:
+        return search(replace(asked, workload=replace(asked.workload, teacher=teacher)).space).best
+
+    only_logits = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host"))
+    assert only_logits is not None
+    assert computes_again(only_logits.levers)
+    compares_layers = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host", **compared))
+    assert compares_layers is None or not computes_again(compares_layers.levers)

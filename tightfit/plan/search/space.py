@@ -22,8 +22,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout, refused_levers
-from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.rules.refusals import refused_levers, refused_workload
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
@@ -92,7 +91,7 @@ class SearchSpace:
 
     def _reason(self, layout: Layout) -> str | None:
         """What the rulebook has against `layout`, or against all levers in it."""
-        if sentence := refused_layout(layout) or self.refusal(layout, NO_LEVERS):
+        if sentence := self.refusal(layout, NO_LEVERS):
             return sentence
         if not self.pins.levers or self.levers_of(layout):
             return None
@@ -100,19 +99,7 @@ class SearchSpace:
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
         """What the rulebook says against a candidate."""
-        workload = self.workload
-        run = Run(
-            layout=layout,
-            levers=levers,
-            precision=workload.precision,
-            accumulation=workload.micro_batches(layout),
-            spec=workload.spec,
-            sequence_length=workload.sequence_length,
-            distills=workload.teacher is not None,
-            rounding=workload.rounding,
-            adapted=workload.adapted,
-        )
-        return refused_by_trainer(run)
+        return refused_workload(self.workload, layout, levers)
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
         """One of these needs the least memory: the smallest micro-batch of each schedule, or one of those that keep
@@ -294,7 +281,7 @@ class SearchSpace:
         names += ["tensor_mesh", "tensor_depth"] if "tensor" in pins and "tensor_mesh" in pins else []
         splits = {name: pins[name] for name in names if name in pins}
         alone = Layout.model_construct(**splits, data=pins.get("data", 1) * other_ranks)
-        return refused_layout(alone) or self.refusal(alone, NO_LEVERS)
+        return self.refusal(alone, NO_LEVERS)
 
     def _without_batch(self) -> str | None:
         """About rows that are too few or odd, where another number of them leaves a layout."""
