@@ -178,3 +178,13 @@ def test_layers_that_a_teacher_compares_are_not_computed_again(compared: dict[st
     assert computes_again(only_logits.levers)
     compares_layers = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host", **compared))
     assert compares_layers is None or not computes_again(compares_layers.levers)
+
+
+def test_weights_that_shrink_are_not_offloaded() -> None:
+    """Pieces on their way to the host are updated where optimizer.l1 does not reach them: the trainer refuses it."""
+    asked = question("llama-3.1-8b", "RTX-4090", 512, 8)
+    usual = search(asked.space)
+    assert usual.best is not None
+    assert usual.best.levers.offload != "none"
+    shrinking = search(replace(asked, workload=replace(asked.workload, shrinks=True)).space)
+    assert {each.levers.offload for each in (*shrinking.plans, shrinking.nearest)} == {"none"}

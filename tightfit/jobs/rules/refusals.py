@@ -46,6 +46,7 @@ def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -
         compares_attention=teacher is not None and teacher.maps > 0,
         rounding=workload.rounding,
         adapted=workload.adapted,
+        shrinks=workload.shrinks,
     )
     return refused_by_trainer(run)
 
