@@ -171,17 +171,17 @@ def _deferred_weights(levers: Levers, stage: StageMemory, states: States) -> int
 def _from_last_step_bytes(
     layout: Layout, stage: StageMemory, states: States, deferred_gradient_bytes: int, *, is_limited: bool
 ) -> int:
-    """Gradients of matrices that are away, when the next forward pass looks up the embedding.
+    """Gradients of matrices whose states are on the host, when the next forward pass looks up the embedding.
 
     Its own update, the last of a step, has then been waited for, and under FSDP2 the root's. Of updates inside backward
     so have been all but those that were deferred, if the embedding has one of its own.
     """
     on_gpu_bytes, on_host_bytes = states.resident.moments, states.host.moments
-    away = stage.weights * on_host_bytes // max(1, on_host_bytes + on_gpu_bytes)
+    offloaded = stage.weights * on_host_bytes // max(1, on_host_bytes + on_gpu_bytes)
     if not on_gpu_bytes:
         waited_for = stage.outside if layout.zero else stage.vocabulary
-        away -= stage.embedding if is_limited else waited_for
-    away_bytes = round(_shard_bytes(layout, stage, states) * away)
+        offloaded -= stage.embedding if is_limited else waited_for
+    waiting_bytes = round(_shard_bytes(layout, stage, states) * offloaded)
     if not is_limited:
-        return away_bytes
-    return min(away_bytes, deferred_gradient_bytes + (0 if stage.embedding else IN_FLIGHT_BYTES))
+        return waiting_bytes
+    return min(waiting_bytes, deferred_gradient_bytes + (0 if stage.embedding else IN_FLIGHT_BYTES))

@@ -7,7 +7,7 @@ and 16-bit weights exist while gathered only. With masters on the host, FSDP2's 
 
 Offload (levers/offload.py): matrices' moments, masters and with `weights` the layers' weights are on the host; they
 pass through a ring of staging memory on the GPU to be updated there, and layers' weights through two slots.
-`offload_keep_bytes` are filled with the vocabulary's, then the first layers' belongings.
+`offload_keep_bytes` are filled with what belongs to the vocabulary's matrices, then to the first layers'.
 """
 
 from typing import NamedTuple
@@ -90,34 +90,47 @@ def _offloaded(
     """`states` with what is offloaded moved from the GPU to the host."""
     resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
     streams_weights = offloads_weights(levers)
-    state_bytes = states.moment_bytes + (FLOAT32_BYTES if workload.has_masters else 0)
-    belongings_bytes = state_bytes + (element_bytes if streams_weights else 0)
-    away = owned - kept_weights(workload, layout, levers, owned, belongings_bytes)
-    away_share = away / owned if owned else 0.0
-    streamed = min(away, owned_in_layers) if streams_weights and resident.weights else 0
+    offloaded = owned - kept_weights(workload, layout, levers, owned, offloaded_bytes(workload, levers))
+    offloaded_share = offloaded / owned if owned else 0.0
+    streamed = min(offloaded, owned_in_layers) if streams_weights and resident.weights else 0
     slots_bytes = WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
-    # A piece on its way has moments and what is updated: the master, or a weight that is away itself.
-    piece_bytes = state_bytes if workload.has_masters else belongings_bytes
-    ring_bytes = round(STATE_SLOTS * min(PIECE_ELEMENTS, owned) * piece_bytes) if away else 0
+    piece = min(PIECE_ELEMENTS, owned)
+    ring_bytes = round(STATE_SLOTS * piece * passing_bytes(workload, levers)) if offloaded else 0
     narrowing_bytes = FLOAT32_BYTES * PIECE_ELEMENTS if streamed and workload.has_masters else 0
     return states._replace(
         resident=Resident(
             weights=resident.weights - element_bytes * streamed + slots_bytes,
-            masters=round(resident.masters * (1 - away_share)),
-            moments=round(resident.moments * (1 - away_share)),
+            masters=round(resident.masters * (1 - offloaded_share)),
+            moments=round(resident.moments * (1 - offloaded_share)),
             staging=ring_bytes + narrowing_bytes,
         ),
         host=OnHost(
             weights=0 if workload.has_masters else element_bytes * streamed,
-            masters=round(resident.masters * away_share),
-            moments=round(resident.moments * away_share),
+            masters=round(resident.masters * offloaded_share),
+            moments=round(resident.moments * offloaded_share),
         ),
         streams_weights=streams_weights,
     )
 
 
+def passing_bytes(workload: Workload, levers: Levers) -> float:
+    """Of one weight whose states are on the host, what passes to be updated: its moments, and its master or, where
+    weights are offloaded too and have none, itself."""
+    moments_bytes = moment_bytes(levers, wide=workload.updates_wide)
+    if workload.has_masters:
+        return moments_bytes + FLOAT32_BYTES
+    return moments_bytes + (workload.weight_bytes if offloads_weights(levers) else 0)
+
+
+def offloaded_bytes(workload: Workload, levers: Levers) -> float:
+    """Of one weight, what the GPU is relieved of: what passes, and the weight that is made of a master again."""
+    is_made_again = workload.has_masters and offloads_weights(levers)
+    return passing_bytes(workload, levers) + (workload.weight_bytes if is_made_again else 0)
+
+
 def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
-    """Weights whose belongings stay on the GPU, of `count`: whole vocabulary matrices (or shards), then layers."""
+    """Of `count` weights, those that `offload_keep_bytes` keep on the GPU, at `each_bytes`: whole vocabulary matrices
+    (or shards), then layers."""
     spec = workload.spec
     matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.sharing if layout.zero else 1)
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
