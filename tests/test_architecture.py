@@ -277,3 +277,15 @@ def test_docstrings_are_whole() -> None:
     """None begins a sentence that the next one ends: each stands alone in an editor and in `--fields`."""
     broken = re.compile(r',"""$', flags=re.MULTILINE)
     assert [name for name, path in modules().items() if broken.search(path.read_text(encoding="utf-8"))] == []
+
+
+NOUNS = {"Stage", "Split", "Part", "Slot", "Case", "Moment", "Rates"}
+"""Beside the glossary's: words that meant several things."""
+
+
+def test_one_noun_has_one_meaning() -> None:
+    """A class, or a type's other name, that is called as one of these is the only one in the package."""
+    nouns = NOUNS | {word for word in table("Glossary") if word[0].isupper()}
+    defined = re.compile(r"^(?:class )?([A-Z][A-Za-z]+)(?=[(:]| = )", flags=re.MULTILINE)
+    found = [noun for path in modules().values() for noun in defined.findall(path.read_text(encoding="utf-8"))]
+    assert {noun for noun in nouns if found.count(noun) > 1} == set()

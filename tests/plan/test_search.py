@@ -17,15 +17,15 @@ from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
 from tightfit.plan.search.candidate import Candidate
 from tightfit.plan.search.lever_choices import weaker
-from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, Kind, kind_of, search
+from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, LayoutKind, kind_of, search
 
 
-def by_trying_everything(asked: Question) -> dict[Kind, float]:
+def by_trying_everything(asked: Question) -> dict[LayoutKind, float]:
     """The fastest time of every kind over all layouts and levers, without any shortcut."""
     space, machine = asked.space, asked.machine
     costs = Costs(asked.workload, machine)
     room = COMFORT * machine.accelerator.memory_bytes
-    best: dict[Kind, float] = {}
+    best: dict[LayoutKind, float] = {}
     has_host = machine.host_bytes is not None
     pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, host=has_host))
     for layout, levers in pairs:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.hardware.accelerator import Accelerator, Rates
+from tightfit.hardware.accelerator import Accelerator, PeakRates
 
 CARDS = Path(__file__).parent / "cards.csv"
-RATES = tuple(Rates.__dataclass_fields__)
+RATES = tuple(PeakRates.__dataclass_fields__)
 
 
 def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
@@ -30,7 +30,7 @@ def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
         memory_gb=int(given["memory_gb"]),
         form=given["form"],
         bandwidth_gb_s=float(given["bandwidth_gb_s"]),
-        rates=Rates(**{name: float(given[name]) for name in RATES if name in given}),
+        rates=PeakRates(**{name: float(given[name]) for name in RATES if name in given}),
         host_link=given["host_link"],
         peer_link=given["peer_link"],
         network=given.get("network"),

@@ -18,13 +18,13 @@ from tightfit.memory.formulas.adapter import low_rank_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
-Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
+SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
 
 
 class SavedTensor(NamedTuple):
     """One tensor kept for backward."""
 
-    kind: Kind
+    kind: SavedKind
     name: str
     bytes: int
     why: str

@@ -25,8 +25,8 @@ from tightfit.plan.seconds.groups import CALL_S, Group, MakeGroup
 from tightfit.plan.seconds.tensor import TensorTraffic
 
 Axis = Literal["depth", "row", "column"]
-Kind = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-CONJUGATE: dict[Kind, Kind] = {
+Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CONJUGATE: dict[Collective, Collective] = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
@@ -40,7 +40,7 @@ NORM_PASSES = 10, 16
 class Message:
     """Collectives of one kind over one axis; `elements` is what a rank holds of them when they are gathered."""
 
-    kind: Kind
+    kind: Collective
     axis: Axis
     elements: float
     calls: int = 1
