@@ -27,6 +27,7 @@ def family_cases() -> Iterator[Case]:
     yield from _second_round()
     yield from _small_steps()
     yield from _third_round()
+    yield from _fourth_round()
 
 
 def _plain_attention() -> Iterator[Case]:
@@ -150,3 +151,21 @@ def _third_round() -> Iterator[Case]:
     yield _of("gpt-oss-20b", 4096, 2, layers=6, **PURE)
     yield _of("qwen3-30b-a3b", 8192, 1, "optimizer_states=8bit", layers=4, checkpoint_every=1)
     yield _of("mixtral-8x7b", 4096, 1, BACK, layers=3)
+
+
+def _fourth_round() -> Iterator[Case]:
+    """Others again, predicted after the costs had learned from the third."""
+    yield _of("llama-3.2-3b", 6144, 1, checkpoint_every=3)
+    yield _of("mistral-7b-v0.1", 4096, 2, layers=6)
+    yield _of("qwen2.5-7b", 8192, 1, "checkpoint_keep=matmuls", layers=6, checkpoint_every=1)
+    yield _of("qwen3-8b", 4096, 2, "matmul=fp8-tensor", layers=6)
+    yield _of("qwen3-1.7b", 6144, 2, BACK, checkpoint_every=1)
+    yield _of("gemma-2-9b", 2048, 2, "tiles=2", layers=8)
+    yield _of("gemma-3-4b", 2048, 3, layers=17)
+    yield _of("phi-3-medium-4k", 4096, 1, "optimizer_states=8bit", layers=6)
+    yield _of("gpt2-large", 1024, 6, BACK)
+    yield _of("smollm2-1.7b", 4096, 2, "offload=optimizer")
+    yield _of("olmoe-1b-7b", 2048, 4, layers=8, checkpoint_every=1)
+    yield _of("deepseek-v2-lite", 8192, 1, layers=5, checkpoint_every=1)
+    yield _of("gpt-oss-20b", 8192, 1, layers=4, checkpoint_every=1, **PURE)
+    yield _of("mixtral-8x7b", 2048, 3, BACK, layers=3)
