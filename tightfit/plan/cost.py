@@ -46,6 +46,7 @@ from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
 from tightfit.plan.seconds.overlap import exposed_s
 from tightfit.plan.seconds.parameters import RankParams, model_params, rank_params
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
@@ -184,28 +185,27 @@ class LayoutCost:
         layout, micro, costs = self.layout, self.micro_batches, self.costs
 
         # One micro-batch: the card's own work, and what it waits for the host to launch.
-        forward_s, backward_s = self._compute_s(levers)
+        compute = self._compute(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
         update_s = self._update_s(levers)
-        launches_s = self._replay_s() if self.is_captured(levers) else self._host_s(levers, again, costs.launch_share)
-        forward_wait_s, backward_wait_s = self._waits_s(
-            levers, launches_s, forward_s=forward_s, backward_s=backward_s + again.seconds, update_s=update_s
-        )
-        waits_s = forward_wait_s + backward_wait_s
+        launches = self._replay() if self.is_captured(levers) else self._launches(levers, again, costs.launch_share)
+        card = PassSeconds(compute.forward_s, compute.backward_s + again.seconds)
+        waits = self._waits(levers, launches, card, update_s)
 
         # Its traffic that waits in line.
-        regather_s = exposed_s((1 - again.share) * self.tensor.regather_s, backward_s, 2 * self.layers)
-        whole_forward_s = forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
-        whole_backward_s = backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
+        regather_s = exposed_s((1 - again.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
+        whole_forward_s = compute.forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
+        whole_backward_s = compute.backward_s + self.tensor.one_way_s + regather_s + self.expert_s
+        whole_backward_s += self.context_backward_s
         sends_s = 2 * self.send_s
 
         # Of the step, what hides behind these.
-        hiding_backward_s = whole_backward_s + again.seconds + waits_s
-        reference_launches_s = sum(self._reference_host_s(levers, again))
+        hiding_backward_s = whole_backward_s + again.seconds + waits.both_s
+        reference_launches_s = self._reference_launches(levers, again).both_s
         return StepTime(
-            compute_s=micro * (forward_s + backward_s),
+            compute_s=micro * compute.both_s,
             recompute_s=micro * again.seconds,
-            launch_s=max(micro * waits_s, self._idle_s(levers, micro * reference_launches_s)),
+            launch_s=max(micro * waits.both_s, self._idle_s(levers, micro * reference_launches_s)),
             tensor_s=self.tensor.once_s + micro * (self._exposed_tensor_s(again) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
@@ -218,17 +218,19 @@ class LayoutCost:
                 micro_batches=micro,
                 forward_s=whole_forward_s + sends_s,
                 backward_s=whole_backward_s,
-                recompute_s=again.seconds + waits_s,
+                recompute_s=again.seconds + waits.both_s,
             ),
             offload_s=self.offload.step_s(
                 levers,
                 checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
-                passes_s=(whole_forward_s + forward_wait_s, whole_backward_s + again.seconds + backward_wait_s),
-                host_s=launches_s,
+                passes=PassSeconds(
+                    whole_forward_s + waits.forward_s, whole_backward_s + again.seconds + waits.backward_s
+                ),
+                launches=launches,
                 host_share=costs.host_share,
             ),
             optimizer_s=self._optimizer_s(levers, update_s),
-            straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
+            straggler_s=straggler_share(layout.ranks) * micro * (compute.both_s + again.seconds),
             teacher_s=micro * self.teacher_s,
         )
 
@@ -249,7 +251,7 @@ class LayoutCost:
             return GAP_SHARE * launches_s
         return 1e-3 * self.costs.launch_share * STEP_IDLE_MS
 
-    def _compute_s(self, levers: Levers) -> tuple[float, float]:
+    def _compute(self, levers: Levers) -> PassSeconds:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
         costs, tensor = self.costs, self.layout.tensor
         engine = costs.workload.engine
@@ -257,8 +259,10 @@ class LayoutCost:
         tiled = tiled_more_s(costs.workload, costs.rates, self.layer, levers, tensor=tensor)
         plain = levers.loss == "plain" or engine.passes.logits is not None
         plain_loss_s = self.layer.plain_loss_more_s if plain else 0.0
-        forward_s = self.forward_s + self.layers * (fp8[0] + tiled[0])
-        return forward_s, self.backward_s + self.layers * (fp8[1] + tiled[1]) + plain_loss_s
+        return PassSeconds(
+            self.forward_s + self.layers * (fp8.forward_s + tiled.forward_s),
+            self.backward_s + self.layers * (fp8.backward_s + tiled.backward_s) + plain_loss_s,
+        )
 
     def is_captured(self, levers: Levers) -> bool:
         """Whether forward and backward are launched as a CUDA graph: where some hosts are slower than the card."""
@@ -266,46 +270,42 @@ class LayoutCost:
         if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
             return False
         again = recompute(workload, self.layout, levers, self.layer, self.layers)
-        host_s = sum(self._reference_host_s(levers, again))
-        card_s = sum(self._compute_s(levers)) + again.seconds
+        host_s = self._reference_launches(levers, again).both_s
+        card_s = self._compute(levers).both_s + again.seconds
         return levers.cuda_graph == "always" or SLOW_HOST * host_s > card_s
 
-    def _reference_host_s(self, levers: Levers, again: Recompute) -> tuple[float, float]:
+    def _reference_launches(self, levers: Levers, again: Recompute) -> PassSeconds:
         """The launches of forward and backward on the measured host, one by one."""
-        return self._host_s(levers, again, self.costs.workload.engine.launch_share)
+        return self._launches(levers, again, self.costs.workload.engine.launch_share)
 
-    def _replay_s(self) -> tuple[float, float]:
+    def _replay(self) -> PassSeconds:
         """The host's seconds of launching a graph, forward and backward at once."""
-        return 1e-3 * self.costs.launch_share * REPLAY_MS, 0.0
+        return PassSeconds(forward_s=1e-3 * self.costs.launch_share * REPLAY_MS)
 
-    def _host_s(self, levers: Levers, again: Recompute, share: float) -> tuple[float, float]:
+    def _launches(self, levers: Levers, again: Recompute, share: float) -> PassSeconds:
         """The seconds of launching a micro-batch's forward and backward, of a host that takes `share` of ours."""
         workload = self.costs.workload
-        layers_s = launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
-        forward_s, backward_s = (share * each for each in layers_s)
-        if self.layout.splits_backward:
-            backward_s *= 2  # autograd goes back twice, for inputs and for weights
-        return forward_s, backward_s
+        ours = launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
+        backwards = 2 if self.layout.splits_backward else 1  # autograd goes back for inputs, then for weights
+        return PassSeconds(share * ours.forward_s, share * ours.backward_s * backwards)
 
-    def _waits_s(
-        self, levers: Levers, host_s: tuple[float, float], *, forward_s: float, backward_s: float, update_s: float
-    ) -> tuple[float, float]:
+    def _waits(self, levers: Levers, launches: PassSeconds, card: PassSeconds, update_s: float) -> PassSeconds:
         """What a micro-batch waits for the host in forward and in backward, which is ahead of the card or behind it.
 
         Where the host launches the update before it waits for the loss, it begins the next step while the card updates.
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
         launches of one layer at least.
         """
-        host_forward_s, host_backward_s = host_s
+        forward_s, host_backward_s = card.forward_s, launches.backward_s
         if self._updates_unseen(levers):
             host_backward_s += self._update_launch_s(levers) / max(1, self.micro_batches)
             forward_s += update_s / max(1, self.micro_batches)
-        forward_late_s = max(0.0, host_forward_s - forward_s)
+        forward_late_s = max(0.0, launches.forward_s - forward_s)
         if levers.update_in_backward:
             one_layer_s = host_backward_s / self.layers
-            return forward_late_s, max(one_layer_s, host_backward_s - backward_s - update_s)
-        late_s = host_forward_s + host_backward_s - forward_s - backward_s
-        return forward_late_s, max(0.0, late_s - forward_late_s)
+            return PassSeconds(forward_late_s, max(one_layer_s, host_backward_s - card.backward_s - update_s))
+        late_s = launches.forward_s + host_backward_s - forward_s - card.backward_s
+        return PassSeconds(forward_late_s, max(0.0, late_s - forward_late_s))
 
     def _updates_unseen(self, levers: Levers) -> bool:
         """Whether the update is launched before the host knows the loss: torch's AdamW skips what is not finite."""

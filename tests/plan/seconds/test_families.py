@@ -112,7 +112,7 @@ def test_streamed_masters_wait_longer_beside_long_rows() -> None:
     for length in (8192, 32_768):
         asked = question("llama-3.1-8b", "H200", length, 1)
         found = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
-        times[length] = found.offload._weights_s(levers)
+        times[length] = found.offload._weights(levers)
     pieces = (8.03e9 - 2 * 128_256 * 4096) / 2**22
     longer_s = pieces * (32_768**2 - 8192**2)
     assert times[32_768][0] - times[8192][0] == pytest.approx(9.8e-13 * longer_s, rel=0.01)

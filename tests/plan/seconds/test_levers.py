@@ -22,6 +22,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.answer import answer
 from tightfit.plan.cost import Costs, LayoutCost
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.steptime import StepTime
 
 ONE = Layout(micro_batch=1)
@@ -116,7 +117,7 @@ def test_the_host_queues_every_piece_of_states() -> None:
     cost = frame("llama-3.2-1b", 8192)
     pieces_s = 16 * (4 + 3 * 4) * 1e-3 * PIECE_LAUNCH_MS
     asked: tuple[dict[str, Any], ...] = ({"update_in_backward": True}, {}, {"offload_update": "host"})
-    inside, after, on_host = (cost.offload.queued_s(Levers(offload="optimizer", **more)) for more in asked)
+    inside, after, on_host = (cost.offload.queued(Levers(offload="optimizer", **more)) for more in asked)
     assert list(inside) == pytest.approx([0.0, pieces_s], rel=0.001)
     assert list(after) == pytest.approx([pieces_s, 0.0], rel=0.001)
     assert on_host == (0.0, 0.0)
@@ -127,8 +128,8 @@ def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
     levers = Levers(offload="optimizer", update_in_backward=True)
     cost = frame("qwen2.5-0.5b", 512)
     found, passing = cost.step(levers), cost.offload._states(levers)
-    pieces_s = cost.offload.queued_s(levers)[1]
-    without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes_s=(0.0, 0.0))
+    pieces_s = cost.offload.queued(levers).backward_s
+    without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes=PassSeconds())
     assert without == pytest.approx(max(passing.backward_s, pieces_s) + passing.after_s)
     host_backward_s = found.launch_s - (host_forward_s(cost) - cost.forward_s) + cost.backward_s + found.optimizer_s
     assert host_backward_s + pieces_s > passing.backward_s

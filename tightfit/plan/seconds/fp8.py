@@ -18,6 +18,7 @@ from tightfit.jobs.engine import OURS, Engine
 from tightfit.jobs.levers import Levers
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.layer import LayerTime
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import mlp_columns
 
 SUM_BYTES = 6
@@ -36,11 +37,11 @@ def fp8_more_s(
     layer: LayerTime,
     tensor: int,
     engine: Engine = OURS,
-) -> tuple[float, float]:
+) -> PassSeconds:
     """What it changes of one layer's forward and backward, on a card that has such products; mostly below zero."""
     peaks = machine.accelerator.rates
     if levers.matmul == "native" or not peaks.fp8 or not peaks.bf16:
-        return 0.0, 0.0
+        return PassSeconds()
     per_row = levers.matmul == "fp8-row"
     bytes_s = machine.accelerator.bandwidth_gb_s * 1e9 * efficiency.bandwidth
     bf16_flops = peaks.bf16 * efficiency.narrow.products
@@ -52,7 +53,8 @@ def fp8_more_s(
     sum_s = SUM_BYTES * layer.tokens * spec.hidden_size / bytes_s
     products_s = layer.products.forward_s
     forward_s = forward_bytes / codes_bytes_s - saved_share * products_s
-    return forward_s, backward_bytes / codes_bytes_s + sum_s - (saved_share + weight_gradients_saved) * products_s
+    backward_s = backward_bytes / codes_bytes_s + sum_s - (saved_share + weight_gradients_saved) * products_s
+    return PassSeconds(forward_s, backward_s)
 
 
 def _coded_bytes(spec: ModelSpec, columns: float, tokens: float, *, per_row: bool) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
 from tightfit.plan.seconds.optimizer import update_launch
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 from tightfit.plan.seconds.tiles import TiledLaunches, tiled_launches
 
@@ -64,9 +65,7 @@ def host_share(layer_launch_ms: float | None) -> float:
     return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
 
 
-def launch_s(
-    levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING
-) -> tuple[float, float]:
+def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING) -> PassSeconds:
     """Host seconds of forward and backward of one micro-batch through `layers` layers, with `more` for each."""
     tiled = tiled_launches(levers)
     forward_ms, backward_ms = PLAIN if tiled is None else tiled.layer
@@ -81,7 +80,7 @@ def launch_s(
     for share, longer, base in _additions(levers, recompute, tiled):
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)
-    return 1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms)
+    return PassSeconds(1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms))
 
 
 def _beyond_llama(spec: ModelSpec, pieces: int) -> list[tuple[int, Launch]]:

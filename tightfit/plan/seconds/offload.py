@@ -25,8 +25,10 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, offloads_states, offloads_weights
 from tightfit.memory.formulas.states import kept_weights, offloaded_bytes, passing_bytes
 from tightfit.plan.seconds.parameters import RankParams
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import layer_linears
 
+NO_LAUNCHES = PassSeconds()
 FORWARD_WAIT_S, BACKWARD_WAIT_S = 9.8e-13, 13.7e-13
 """Per squared length of a row, for each piece of streamed masters: what its cast waits for a multiprocessor.
 
@@ -55,44 +57,43 @@ class OffloadTime:
         levers: Levers,
         *,
         checkpoint_bytes: float,
-        passes_s: tuple[float, float],
-        host_s: tuple[float, float] = (0.0, 0.0),
+        passes: PassSeconds,
+        launches: PassSeconds = NO_LAUNCHES,
         host_share: float = 1.0,
     ) -> float:
         """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes`.
 
-        `passes_s` is what its forward and backward take, which hides copies; `host_s` what the host launches of them.
+        `passes` is what its forward and backward take, which hides copies; `launches` what launching them takes the
+        host.
         """
-        forward_s, backward_s = passes_s
         sent_bytes = checkpoint_bytes
         if levers.checkpoint_host_bytes is not None:
             sent_bytes = min(checkpoint_bytes, levers.checkpoint_host_bytes)
         checkpoints_s = sent_bytes / self._one_way_bytes_s if levers.offload_checkpoints else 0.0
-        forward_weights_s, weights_s = self._weights_s(levers)
-        forward_left_s = max(0.0, max(checkpoints_s, forward_weights_s) - forward_s)
-        backward_left_s = max(0.0, checkpoints_s + weights_s - backward_s)
+        weights = self._weights(levers)
+        forward_left_s = max(0.0, max(checkpoints_s, weights.forward_s) - passes.forward_s)
+        backward_left_s = max(0.0, checkpoints_s + weights.backward_s - passes.backward_s)
         if not offloads_states(levers):
             return self.micro_batches * (forward_left_s + backward_left_s)
-        passing = self._states(levers)
-        forward_queued_s, backward_queued_s = self.queued_s(levers)
-        forward_host_s = host_s[0] + host_share * forward_queued_s
-        backward_host_s = host_s[1] + host_share * backward_queued_s
-        forward_link_s = max(checkpoints_s, forward_weights_s + passing.forward_s)
-        backward_link_s = checkpoints_s + weights_s + passing.backward_s
+        states, queued = self._states(levers), self.queued(levers)
+        forward_host_s = launches.forward_s + host_share * queued.forward_s
+        backward_host_s = launches.backward_s + host_share * queued.backward_s
+        forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
+        backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
         with_states_s = (
-            max(0.0, max(forward_link_s, forward_host_s) - forward_s)
-            + max(0.0, max(backward_link_s, backward_host_s) - backward_s)
-            + passing.after_s
+            max(0.0, max(forward_link_s, forward_host_s) - passes.forward_s)
+            + max(0.0, max(backward_link_s, backward_host_s) - passes.backward_s)
+            + states.after_s
         )
         return (self.micro_batches - 1) * (forward_left_s + backward_left_s) + with_states_s
 
-    def queued_s(self, levers: Levers) -> tuple[float, float]:
+    def queued(self, levers: Levers) -> PassSeconds:
         """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
         if self._host_can_update(levers):
-            return 0.0, 0.0
+            return PassSeconds()
         offloaded_share = self._offloaded(levers) / max(1.0, self.params.owned)
         pieces_s = 1e-3 * PIECE_LAUNCH_MS * offloaded_share * self._pieces
-        return (0.0, pieces_s) if levers.update_in_backward else (pieces_s, 0.0)
+        return PassSeconds(backward_s=pieces_s) if levers.update_in_backward else PassSeconds(forward_s=pieces_s)
 
     @property
     def _pieces(self) -> float:
@@ -111,22 +112,22 @@ class OffloadTime:
     def _one_way_bytes_s(self) -> float:
         return self.machine.host_copy_bytes_s
 
-    def _weights_s(self, levers: Levers) -> tuple[float, float]:
+    def _weights(self, levers: Levers) -> PassSeconds:
         """Seconds to fetch the layers' weights for forward, and again for backward.
 
         Masters come a piece at a time and are cast on arrival. The cast waits for a running block of the step's
         kernels to end, and the next piece for the cast; attention's blocks take as long as rows are.
         """
         if not offloads_weights(levers):
-            return 0.0, 0.0
+            return PassSeconds()
         workload = self.workload
         each_bytes = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes
         layers = min(self._offloaded(levers), self.params.owned - self.params.owned_ends)
         copied_s = layers * each_bytes / self._one_way_bytes_s
         if not workload.has_masters:
-            return copied_s, copied_s
+            return PassSeconds(copied_s, copied_s)
         waited_s = layers / PIECE_ELEMENTS * workload.sequence_length**2
-        return copied_s + FORWARD_WAIT_S * waited_s, copied_s + BACKWARD_WAIT_S * waited_s
+        return PassSeconds(copied_s + FORWARD_WAIT_S * waited_s, copied_s + BACKWARD_WAIT_S * waited_s)
 
     def _states(self, levers: Levers) -> "_StateTraffic":
         """When the states of offloaded weights pass: the embedding's last, deferred ones when backward is over."""
