@@ -194,13 +194,11 @@ class LayoutCost:
 
         # Its traffic that waits in line.
         regather_s = exposed_s((1 - again.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
-        whole_forward_s = compute.forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
-        whole_backward_s = compute.backward_s + self.tensor.one_way_s + regather_s + self.expert_s
-        whole_backward_s += self.context_backward_s
+        whole = self._with_traffic(compute, regather_s)
         sends_s = 2 * self.send_s
 
         # Of the step, what hides behind these.
-        hiding_backward_s = whole_backward_s + again.seconds + waits.both_s
+        hiding_backward_s = whole.backward_s + again.seconds + waits.both_s
         reference_launches_s = self._reference_launches(levers, again).both_s
         return StepTime(
             compute_s=micro * compute.both_s,
@@ -210,21 +208,21 @@ class LayoutCost:
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
             data_s=self.data.step_s(
-                layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_backward_s
+                layout, micro_batches=micro, forward_s=whole.forward_s, backward_s=hiding_backward_s
             ),
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(
                 layout,
                 micro_batches=micro,
-                forward_s=whole_forward_s + sends_s,
-                backward_s=whole_backward_s,
+                forward_s=whole.forward_s + sends_s,
+                backward_s=whole.backward_s,
                 recompute_s=again.seconds + waits.both_s,
             ),
             offload_s=self.offload.step_s(
                 levers,
                 checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
                 passes=PassSeconds(
-                    whole_forward_s + waits.forward_s, whole_backward_s + again.seconds + waits.backward_s
+                    whole.forward_s + waits.forward_s, whole.backward_s + again.seconds + waits.backward_s
                 ),
                 launches=launches,
                 host_share=costs.host_share,
@@ -233,6 +231,12 @@ class LayoutCost:
             straggler_s=straggler_share(layout.ranks) * micro * (compute.both_s + again.seconds),
             teacher_s=micro * self.teacher_s,
         )
+
+    def _with_traffic(self, compute: PassSeconds, regather_s: float) -> PassSeconds:
+        """A micro-batch's passes with the collectives that they wait for."""
+        forward_s = compute.forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
+        backward_s = compute.backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
+        return PassSeconds(forward_s, backward_s)
 
     def _exposed_tensor_s(self, again: Recompute) -> float:
         """A micro-batch's collectives of tensor ranks that the engine does not hide: both ways, and recomputed."""
