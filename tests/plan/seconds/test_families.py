@@ -33,11 +33,11 @@ def test_windows_and_caps_take_our_attention_kernel() -> None:
     capped = replace(plain, attention_softcap=50.0)
     specs = {"plain": plain, "window": windowed, "cap": capped}
     rates = {name: cost(spec, 8192).costs.rates for name, spec in specs.items()}
-    assert rates["plain"].windowed is None
-    assert rates["window"].windowed == rates["cap"].windowed
-    assert rates["window"].windowed is not None
-    assert rates["plain"].attention_forward_flop_s > 1.2 * rates["window"].windowed.forward_flop_s
-    assert cost(windowed, 2048).costs.rates.windowed is None, "the window holds the row whole"
+    assert rates["plain"].own_attention is None
+    assert rates["window"].own_attention == rates["cap"].own_attention
+    assert rates["window"].own_attention is not None
+    assert rates["plain"].attention.forward_flop_s > 1.2 * rates["window"].own_attention.forward_flop_s
+    assert cost(windowed, 2048).costs.rates.own_attention is None, "the window holds the row whole"
 
 
 def test_layers_of_both_kinds_take_their_own_kernels() -> None:

@@ -28,7 +28,6 @@ from tightfit.hardware.launches import (
 )
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
-from tightfit.levers.policy.offload import offloads_states
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
@@ -122,7 +121,7 @@ def _additions(
     for level, share in recompute.shares:
         more, base = (RECOMPUTED[level], PLAIN) if tiled is None else tiled.compared
         yield share, more, base
-        if levers.update_in_backward and not offloads_states(levers):
+        if levers.update_in_backward and offload_launch(levers) is None:
             yield share, *RECOMPUTED_AND_UPDATED
     for added in ADDED:
         if (launch := added(levers)) is not None:
