@@ -98,8 +98,10 @@ def coded_in_sequence(original: Decoder, entry: Entry, calibration: Calibration)
     model = deepcopy(original) if entry.recipe.rotation is None else turned(original)
     coder = PEERS[entry.package] if entry.package else None
     stream = calibration.embedded(model) if entry.recipe.is_calibrated else []
+    unchanged = stream if entry.recipe.learns else []
     for index in range(model.spec.layers):
-        stream = compress_layer(model, index, entry.recipe, stream, code=coder).outputs
+        result = compress_layer(model, index, entry.recipe, stream, code=coder, original=unchanged)
+        stream, unchanged = result.outputs, result.original
     return model
 
 

@@ -26,6 +26,8 @@ def family_cases() -> Iterator[Case]:
     yield from _on_the_host()
     yield from _second_round()
     yield from _small_steps()
+    yield from _third_round()
+    yield from _fourth_round()
 
 
 def _plain_attention() -> Iterator[Case]:
@@ -122,3 +124,48 @@ def _small_steps() -> Iterator[Case]:
     yield _of("gpt2-large", 1024, 2, loss="plain")
     yield _of("qwen3-30b-a3b", 2048, 1, layers=4, **PURE)
     yield _of("mixtral-8x7b", 2048, 1, layers=2, **PURE)
+
+
+def _third_round() -> Iterator[Case]:
+    """Shapes, mixtures of levers and routed families that no row had when they were predicted."""
+    yield _of("llama-3.2-1b", 4096, 3, "optimizer_states=8bit", checkpoint_every=2)
+    yield _of("llama-3.2-3b", 3072, 2, **PURE)
+    yield _of("llama-3.1-8b", 6144, 1, "matmul=fp8-row", layers=8)
+    yield _of("llama-2-7b", 4096, 2, layers=6)
+    yield _of("mistral-7b", 16_384, 1, "tiles=4", layers=8, checkpoint_every=1)
+    yield _of("qwen2.5-7b", 4096, 2, layers=8)
+    yield _of("qwen2.5-14b", 2048, 2, layers=6, loss="plain")
+    yield _of("qwen2.5-0.5b", 16_384, 1, f"offload=optimizer {BACK}")
+    yield _of("qwen3-8b", 8192, 1, "checkpoint_keep=attention", layers=8, checkpoint_every=1)
+    yield _of("qwen3-4b", 2048, 4, "optimizer_states=factored", layers=16)
+    yield _of("gemma-2-9b", 4096, 1, layers=8)
+    yield _of("gemma-2-9b", 8192, 1, "num_checkpoints=3", layers=6, **PURE)
+    yield _of("gemma-3-12b", 4096, 2, layers=6, checkpoint_every=1)
+    yield _of("gemma-3-1b", 16_384, 1, "offload_checkpoints=true", checkpoint_every=1)
+    yield _of("phi-4", 4096, 1, "matmul=fp8-tensor", layers=8)
+    yield _of("phi-3-mini-4k", 2048, 3, "checkpoint_keep=matmuls", layers=16, checkpoint_every=1)
+    yield _of("gpt2-medium", 1024, 24, checkpoint_every=1)
+    yield _of("gpt2-xl", 1024, 4, "offload=optimizer", layers=24)
+    yield _of("olmoe-1b-7b", 4096, 2, layers=6, **PURE)
+    yield _of("deepseek-v2-lite", 4096, 2, layers=6, **PURE)
+    yield _of("gpt-oss-20b", 4096, 2, layers=6, **PURE)
+    yield _of("qwen3-30b-a3b", 8192, 1, "optimizer_states=8bit", layers=4, checkpoint_every=1)
+    yield _of("mixtral-8x7b", 4096, 1, BACK, layers=3)
+
+
+def _fourth_round() -> Iterator[Case]:
+    """Others again, predicted after the costs had learned from the third."""
+    yield _of("llama-3.2-3b", 6144, 1, checkpoint_every=3)
+    yield _of("mistral-7b-v0.1", 4096, 2, layers=6)
+    yield _of("qwen2.5-7b", 8192, 1, "checkpoint_keep=matmuls", layers=6, checkpoint_every=1)
+    yield _of("qwen3-8b", 4096, 2, "matmul=fp8-tensor", layers=6)
+    yield _of("qwen3-1.7b", 6144, 2, BACK, checkpoint_every=1)
+    yield _of("gemma-2-9b", 2048, 2, "tiles=2", layers=8)
+    yield _of("gemma-3-4b", 2048, 3, layers=17)
+    yield _of("phi-3-medium-4k", 4096, 1, "optimizer_states=8bit", layers=6)
+    yield _of("gpt2-large", 1024, 6, BACK)
+    yield _of("smollm2-1.7b", 4096, 2, "offload=optimizer")
+    yield _of("olmoe-1b-7b", 2048, 4, layers=8, checkpoint_every=1)
+    yield _of("deepseek-v2-lite", 8192, 1, layers=5, checkpoint_every=1)
+    yield _of("gpt-oss-20b", 8192, 1, layers=4, checkpoint_every=1, **PURE)
+    yield _of("mixtral-8x7b", 2048, 3, BACK, layers=3)

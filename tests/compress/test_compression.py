@@ -103,16 +103,16 @@ def test_methods_with_data_beat_rounding(
     assert errors["gptq"] < errors["rtn"]
 
 
+@pytest.mark.parametrize("recipe", [recipe_of(name, **METHODS[name]) for name in ("gptq", "round")], ids=str)
 def test_killed_and_run_again(
-    tiny: Path, text: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, tiny: Path, text: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_of("gptq", bits=4, group=32)
     whole = run(tiny, tmp_path / "whole", recipe, text, token_cache)
 
-    def killed(model: Decoder, index: int, *rest: Any) -> Any:
+    def killed(model: Decoder, index: int, *rest: Any, **more: Any) -> Any:
         if index == 1:
             raise KeyboardInterrupt
-        return compress_layer(model, index, *rest)
+        return compress_layer(model, index, *rest, **more)
 
     monkeypatch.setattr("tightfit.compress.compression.compress_layer", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -73,6 +73,22 @@ def test_a_layer_is_closer_to_the_original_on_rows_it_has_not_seen() -> None:
     assert errors["round"] < 0.99 * errors["gptq"], errors
 
 
+def test_a_layer_makes_up_for_those_before_it() -> None:
+    """Inputs that lost a tenth of themselves; the outputs are those of the whole ones."""
+    torch.manual_seed(0)
+    rows = torch.randn(96, 64, SPEC.hidden_size) @ torch.randn(SPEC.hidden_size, SPEC.hidden_size) / 8
+    whole, held = list(rows[:80].split(40)), rows[80:]
+    less = [0.9 * x for x in whole]
+    wanted = outputs(random_model(SPEC), held)
+    recipe = recipe_of("round", bits=4, group=32, symmetric=False, steps=30)
+    errors = []
+    for original in ([], whole):
+        model = random_model(SPEC)
+        compress_layer(model, 0, recipe, less, original=original)
+        errors.append(float((outputs(model, 0.9 * held) - wanted).square().sum()))
+    assert errors[1] < 0.99 * errors[0], errors
+
+
 def test_codes_that_came_out_worse_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(2, 64, SPEC.hidden_size)]

@@ -70,7 +70,8 @@ def test_a_layer(method: str, spec: ModelSpec, rows: int, length: int, phase: Ph
     with Tracer() as tracer:
         inputs = list(torch.randn(rows, length, spec.hidden_size).split(max(8192 // length, 1)))
         tracer.claim(model.layers.parameters(), "weights")
-        compress_layer(model, 0, recipe, inputs)
+        original = [x.clone() for x in inputs] if recipe.learns else []
+        compress_layer(model, 0, recipe, inputs, original=original)
     ledger = compression_ledger(spec, recipe, rows, length)
     assert phase is None or ledger.fullest() == (phase, 0)
     assert ledger.peak_allocated_bytes() == pytest.approx(tracer.trace.replay().peak_allocated_bytes, rel=0.07)

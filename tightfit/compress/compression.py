@@ -1,7 +1,8 @@
 """`compress`: from a model and a recipe to a directory of smaller weights, one layer in memory at a time.
 
 The calibration rows are carried through the model as they go: layer i + 1 sees what layer i gives once it is done.
-A killed run finds its finished layers on disk and carries the rows through those again, which costs a forward pass.
+Where rounding is learned they are carried through the original model as well. A killed run finds its finished layers on
+disk and carries the rows through those again, which costs a forward pass.
 """
 
 import json
@@ -127,17 +128,19 @@ class _Compression:
 
     def _run(self, progress: Progress) -> CompressionReport:
         stream = self._write_ends()
+        original = stream if self.job.recipe.learns else []
         reports: list[LayerReport] = []
         resumed = 0
         for index in range(self.spec.layers):
             number = index + LAYER_SHARDS
             if self.directory.is_done(number):
                 stream = self._through_finished(index, stream)
+                original = through(self.parts.layer(index), index, original) if original else []
                 reports.append(LayerReport(index, **self.directory.notes(number)))
                 resumed += 1
             else:
-                result = self._compress(index, stream)
-                stream = result.outputs
+                result = self._compress(index, stream, original)
+                stream, original = result.outputs, result.original
                 reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
             progress(index + 1, self.spec.layers, reports[-1])
         return self._finish(reports, resumed)
@@ -157,9 +160,9 @@ class _Compression:
         state = end_state(model, number, self.written_spec)
         self.directory.write(number, tensors_to_write(self.written_spec, state, {}, self.form, PLAIN_DTYPE))
 
-    def _compress(self, index: int, stream: list[Tensor]) -> LayerResult:
+    def _compress(self, index: int, stream: list[Tensor], original: list[Tensor]) -> LayerResult:
         model = self.parts.layer(index)
-        result = compress_layer(model, index, self.job.recipe, stream, PLAIN_DTYPE)
+        result = compress_layer(model, index, self.job.recipe, stream, PLAIN_DTYPE, original=original)
         prefix = f"layers.{index}."
         coded = {prefix + (name if name in EXPERT_STACKS else f"{name}.weight"): w for name, w in result.coded.items()}
         plain = {name: model.state_dict()[name] for name in self.layer_names[index] if name not in coded}

@@ -2,8 +2,9 @@
 
 Every set of linear layers sees inputs that came through the sets already coded, so that later ones can make up for
 earlier ones (GPTQ's "true sequential"). AWQ and SmoothQuant first move scales inside the layer, judged on one forward
-pass of the unquantized layer. Learned rounding begins when all sets are coded, and leaves their own errors as reported.
-In place of a coded layer stands what its codes mean, so forward passes cost as before.
+pass of the unquantized layer. Learned rounding begins when all sets are coded, and leaves their own errors as reported;
+what it learns to give are the outputs of the original model, so that a layer makes up for those before it. In place of
+a coded layer stands what its codes mean, so forward passes cost as before.
 """
 
 import time
@@ -40,7 +41,8 @@ class LayerResult:
     """The coded weights of a layer by name, the error of each and of the whole, and the layer's new outputs.
 
     Errors are relative: the squared change of outputs over the squared outputs; of the layer, of what it adds to the
-    residual stream. Without calibration data they are those of the weights themselves, and the layer has none.
+    residual stream. Where rounding is learned, the layer's is that of the stream: what layers before it changed, too.
+    Without calibration data they are those of the weights themselves, and the layer has none.
     """
 
     index: int
@@ -48,6 +50,8 @@ class LayerResult:
     errors: dict[str, float]
     layer_error: float | None
     outputs: list[Tensor]
+    original: list[Tensor]
+    """What the next layer has for inputs in the original model; nothing where this one's were not given."""
     seconds: float
 
 
@@ -59,14 +63,18 @@ def compress_layer(
     inputs: Sequence[Tensor],
     plain_dtype: torch.dtype = torch.float32,
     code: Coder | None = None,
+    *,
+    original: Sequence[Tensor] = (),
 ) -> LayerResult:
     """Code layer `index`, the only one that `model` has; `inputs` are its calibration inputs, [B, T, H] each.
 
     What stays plain is rounded to `plain_dtype`, in which it will be stored. `code` codes a weight, ours by default.
+    `original` are the inputs that the layer has in the original model, where rounding is learned (`Recipe.learns`).
     """
     began = time.monotonic()
     layer = layer_of(model, index)
-    wanted = through(model, index, inputs)
+    before = original or inputs
+    wanted = through(model, index, before)
     work = _LayerWork(model, layer, index, recipe, inputs, code or code_weight)
     work.move_scales()
     for group in linear_sets(model.spec, index):
@@ -79,8 +87,9 @@ def compress_layer(
         if name not in work.coded and name.removesuffix(".weight") not in work.coded:
             parameter.copy_(parameter.to(plain_dtype))
     outputs = through(model, index, inputs)
-    error = change_of_layer(inputs, wanted, outputs) if inputs else None
-    return LayerResult(index, work.coded, work.errors, error, outputs, time.monotonic() - began)
+    error = change_of_layer(before, wanted, outputs) if inputs else None
+    seconds = time.monotonic() - began
+    return LayerResult(index, work.coded, work.errors, error, outputs, wanted if original else [], seconds)
 
 
 def change_of_layer(inputs: Sequence[Tensor], wanted: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:

@@ -1,8 +1,9 @@
 """Learned rounding: which way weights are rounded is trained on the outputs of the whole decoder layer.
 
-    ŵ = round(u) · S · f,   least over u and f:   Σ over tokens of ‖layer(x; ŵ) − layer(x; w)‖² / ‖layer(x; w)‖²
+    ŵ = round(u) · S · f,   least over u and f:   Σ over tokens of ‖layer(x̂; ŵ) − y‖² / ‖y‖²,   y = layer(x; w)
 
-Gradients pass `round` as if it were not there, as in AutoRound (Cheng et al. 2023), which begins with w / S in the
+x̂ is what the layers already coded give, x and y what the original model has: a layer also makes up for those before
+it. Gradients pass `round` as if it were not there, as in AutoRound (Cheng et al. 2023), which begins with w / S in the
 range of the weights and moves every u by the sign of its gradient. Here GPTQ's codes are the beginning, in its ranges:
 u is w / S where that rounds to GPTQ's code, else a number near its code's end. From there signs alone lead away: with
 GPTQ's codes most gradients are noise, and Adam averages it out. The rate falls to zero; f multiplies the scale of a

@@ -8,10 +8,11 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | tied ends, which are made apart and then tied | 2 · 4 V h |
 | | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
+| | the original model's inputs, where rounding is learned for its outputs | 4 T h |
 | | the layer in float32; codes of a byte each, with scales and zero points in float32 | 4 P + P + 4 to 8 P / group |
 | | a batch of B ≤ 8192 tokens in the MLP: gate, its activation, up, their product; the stream twice | 4 B (4 f + 2 h) |
 | | or in attention: queries, keys and values, turned, and what was mixed | 4 B (3 q + 3 k + h) |
-| coding | calibration rows without the new outputs | 2 · 4 T h |
+| coding | calibration rows without the new outputs | 2 or 3 · 4 T h |
 | | the layer and its codes | 4 P + P |
 | | the fullest moment of any matrix [m, n]: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |
 
@@ -94,12 +95,13 @@ def compression_ledger(
         Line(component="weights", phase="load", bytes=ends_bytes, why="2 · 4 V h" if spec.tied else "4 V h + 2 V h"),
         Line(component="inputs", phase="load", bytes=stream_bytes, why="4 T h"),
     ]
+    streams = 3 + recipe.learns
     forward = [
-        Line(component="inputs", phase="forward", bytes=3 * stream_bytes, why="3 · 4 T h"),
+        Line(component="inputs", phase="forward", bytes=streams * stream_bytes, why=f"{streams} · 4 T h"),
         Line(component="activations", phase="forward", bytes=_batch_bytes(spec, rows, length), why="4 B (4 f + 2 h)"),
     ]
     coding = [
-        Line(component="inputs", phase="coding", bytes=2 * stream_bytes, why="2 · 4 T h"),
+        Line(component="inputs", phase="coding", bytes=(streams - 1) * stream_bytes, why=f"{streams - 1} · 4 T h"),
         *_fullest(spec, recipe, rewritten, rows, length),
     ]
     return Ledger("formulas", (*load, *_layer(spec, recipe, rewritten), *forward, *coding))

@@ -153,6 +153,11 @@ class Recipe:
         return next((step for step in self.steps if step.method == "rotate"), None)
 
     @property
+    def learns(self) -> bool:
+        """Whether any step learns its rounding, for the outputs that the original model has."""
+        return any(step.method == "round" for step in self.steps)
+
+    @property
     def is_calibrated(self) -> bool:
         """Whether any step needs data."""
         return any(step.method in CALIBRATED or step.static is not None for step in self.steps)

@@ -39,18 +39,21 @@ NARROW = Shares(
     attention_forward=(
         (64, 473.9 / H200_BF16_TFLOP_S),
         (128, 634.6 / H200_BF16_TFLOP_S),
+        (192, 595 / H200_BF16_TFLOP_S),
         (256, 709 / H200_BF16_TFLOP_S),
     ),
     attention_backward=(
         (64, 445.4 / H200_BF16_TFLOP_S),
         (128, 596.2 / H200_BF16_TFLOP_S),
+        (192, 360 / H200_BF16_TFLOP_S),
         (256, 483 / H200_BF16_TFLOP_S),
     ),
     forward_tokens=((64, 484.0), (128, 398.9), (256, 971.0)),
     backward_tokens=((64, 1066.8), (128, 1107.3), (256, 1434.0)),
 )
-"""cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens. The GEMMs of calibration.csv, in bursts of 15 ms, reach
-744; in a step they follow one another and the card lowers its clock, so the rate is that of `matmul` below."""
+"""cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens; heads of 192 inside a step of DeepSeek-V2-Lite. The
+GEMMs of calibration.csv, in bursts of 15 ms, reach 744; in a step they follow one another and the card lowers its
+clock, so the rate is that of `matmul` below."""
 WIDE = Shares(
     products=51.69 / H200_FP32_TFLOP_S,
     product_s=20.9e-6,

@@ -49,6 +49,9 @@ EXPERTS, ROPE_AND_GATE = Launch(1.254, 1.150), Launch(0.481, 0.532)
 """Of routing tokens to experts beyond a plain MLP, and of what GPT-2's layers lack."""
 TENSOR_UPDATE_MS = 0.217
 """Of updating one tensor inside backward: of "update_in_backward=true", what it adds for a layer's nine."""
+BUSY_UPDATE_MS = 0.065
+"""Of each such update more where the card is busy meanwhile: what steps of GPT-2 and Gemma 2 took longer than layers so
+narrow that the card waits (family_truth.csv)."""
 USUAL_TENSORS = 9
 UPDATE_REST_MS = 1.544
 UPDATE_MS: dict[str, float] = {"": 0.316, "optimizer_states=8bit": 0.660, "optimizer_states=factored": 3.042}

@@ -13,7 +13,6 @@ from tightfit.jobs.lever_table import own_updates
 if TYPE_CHECKING:
     from tightfit.jobs.levers import Levers
 
-INSIDE_BACKWARD = {"update_in_backward"}
 Format = Literal["fp32", "bf16", "8bit", "factored"]
 BLOCK_8BIT = 256
 """Numbers of an 8-bit moment that share a float32 scale; a test compares it with the kernel's."""
@@ -28,11 +27,9 @@ def state_format(levers: "Levers", *, wide: bool) -> Format:
     return "fp32" if wide else "bf16"
 
 
-def is_torch_adamw(levers: "Levers", *, wide: bool, or_inside_backward: bool = False) -> bool:
-    """Whether torch's own fused AdamW makes the update, or would but for being made inside backward."""
-    if state_format(levers, wide=wide) != ("fp32" if wide else "bf16"):
-        return False
-    return own_updates(levers) <= (INSIDE_BACKWARD if or_inside_backward else set())
+def is_torch_adamw(levers: "Levers", *, wide: bool) -> bool:
+    """Whether torch's own fused AdamW makes the update."""
+    return state_format(levers, wide=wide) == ("fp32" if wide else "bf16") and not own_updates(levers)
 
 
 def moment_bytes(levers: "Levers", *, wide: bool) -> float:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.questions import question
-from tightfit.hardware.launches import BIAS, NORM, ROPE_AND_GATE, TENSOR_UPDATE_MS
+from tightfit.hardware.launches import BIAS, BUSY_UPDATE_MS, NORM, ROPE_AND_GATE, TENSOR_UPDATE_MS
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -102,7 +102,7 @@ def test_every_tensor_is_updated_inside_backward() -> None:
     biases = (
         launch_s(inside, NONE, 1, resolve_spec("gpt2"))[1] - launch_s(inside, NONE, 1, resolve_spec("llama-3.2-1b"))[1]
     )
-    launched_ms = 7 * TENSOR_UPDATE_MS + 6 * BIAS.backward_ms - ROPE_AND_GATE.backward_ms
+    launched_ms = 7 * (TENSOR_UPDATE_MS + BUSY_UPDATE_MS) + 6 * BIAS.backward_ms - ROPE_AND_GATE.backward_ms
     assert biases == pytest.approx(1e-3 * launched_ms)
 
 

@@ -7,7 +7,10 @@ Widths are numbers read or written per token, in one layer; ours, and those of o
 | norms and residual stream | 9 H: the first norm 2, the second adds to the stream and writes it 4, the MLP's result is added 3 | 16 H: gradients of the second norm with the stream's 4, of the first 3, its sum with the stream's 3, those of q, k and v added up 6 |
 | norms after blocks (Gemma) | + 4 H | + 6 H |
 | rope (with norms of q and k: twice) | 2 (Q + K) | 2 (Q + K) |
+| latent attention, whose heads are split, reordered, joined and padded | 35 Q | 50 Q |
+| sinks, which rescale what attention gives | 3 Q | 5 Q |
 | gate of F columns | 3 F, or 2 F without one | 6 F, or 4 F |
+| experts' biases, picked for every row and added to gate and up | 10 F | 2 F |
 """  # noqa: E501
 
 from dataclasses import dataclass
@@ -23,6 +26,11 @@ CAP_PASSES = 12.0
 ROUTED_PASSES = 3, 7
 """Over experts' rows: gathered (2) and added up (1); in backward gradients and tokens gathered (4), two input gradients
 added up (2), the sum written (kernels/routed_mlp.py)."""
+BIASED_PASSES = 10, 2
+LATENT_PASSES = 35, 50
+"""Copies of parts of heads, by torch's own kernels, which reach a fifth of a plain copy's rate: as many passes at that
+rate (six layers of DeepSeek-V2-Lite under the profiler, 8 192 tokens on an H200: 6.1 ms)."""
+SINK_PASSES = 3, 5
 LOGIT_PASSES = {"fused": 3.0, "plain": 29.0}
 """Passes over bf16 logits outside the three products: fused from H=4096, V=128256 (82.3 ms, products 77), plain from
 whole steps of 135M to 3B (memory_truth.csv: 28 to 34)."""
@@ -62,22 +70,33 @@ def layer_elementwise(
     norm_width = spec.hidden_size * (passes.stream[0] + 2 * (norms - 1) * NORM_PASSES[0])
     norm_backward_width = spec.hidden_size * (passes.stream[1] + 2 * (norms - 1) * NORM_PASSES[1])
     rope_width = passes.rope * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
+    heads_width, heads_backward_width = (rope_width + each * spec.query_size for each in _head_passes(spec))
     routed_width = _routed_rows(spec) * spec.hidden_size
     gate_passes = passes.gate if spec.gated else passes.activation
-    gate_width, gate_backward_width = (each * mlp_columns(spec) for each in gate_passes)
+    bias_passes = BIASED_PASSES if spec.experts is not None and spec.mlp_bias else (0, 0)
+    gate_width, gate_backward_width = (
+        (gate + bias) * mlp_columns(spec) for gate, bias in zip(gate_passes, bias_passes, strict=True)
+    )
     width_s = tokens * number_bytes / rates.bytes_s
     stream_s = width_s / (tensor if sequence_parallel else 1)
     split_s = width_s / tensor
     logits_s = split_s * spec.vocab_size
     return Elementwise(
         norms_s=stream_s * norm_width,
-        rope_s=split_s * rope_width,
+        rope_s=split_s * heads_width,
         gate_s=split_s * (gate_width + ROUTED_PASSES[0] * routed_width),
         backward_s=stream_s * norm_backward_width
-        + split_s * (rope_width + gate_backward_width + ROUTED_PASSES[1] * routed_width),
+        + split_s * (heads_backward_width + gate_backward_width + ROUTED_PASSES[1] * routed_width),
         fused_loss_s=LOGIT_PASSES["fused"] * logits_s,
         plain_loss_more_s=(_plain_passes(passes, spec) - LOGIT_PASSES["fused"]) * logits_s,
     )
+
+
+def _head_passes(spec: ModelSpec) -> tuple[int, int]:
+    """Over queries beside rope, forward and backward."""
+    if spec.latent is not None:
+        return LATENT_PASSES
+    return SINK_PASSES if spec.sinks else (0, 0)
 
 
 def _routed_rows(spec: ModelSpec) -> float:

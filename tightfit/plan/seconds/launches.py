@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from tightfit.hardware.launches import (
     BIAS,
+    BUSY_UPDATE_MS,
     CHUNK_WEIGHTS,
     EXPERTS,
     FURTHER_CHUNK_MS,
@@ -26,6 +27,7 @@ from tightfit.hardware.launches import (
 )
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.levers.policy.offload import offloads_states
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
@@ -63,7 +65,9 @@ def launch_s(
     forward_ms += more_forward_ms
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
-        backward_ms += max(0, layer_tensors(spec) - USUAL_TENSORS) * TENSOR_UPDATE_MS
+        further_tensors = max(0, layer_tensors(spec) - USUAL_TENSORS)
+        backward_ms += further_tensors * TENSOR_UPDATE_MS
+        backward_ms += 0.0 if offloads_states(levers) else layer_tensors(spec) * BUSY_UPDATE_MS
     for share, longer, base in _additions(levers, recompute, tiled):
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)

@@ -5,8 +5,7 @@ kernel over lists makes, beside masters wants them widened (read and written) an
 written); it reads gradients, and reads and writes what it updates and both moments. Shards are masters already: nothing
 is widened or narrowed. Our other kernels read gradients as they are, and write a narrow copy where there is one. The
 factored update is made of single operations, each of which reads and writes float32 numbers. States on the host are
-updated beside the link, which takes far longer. Updates inside backward move less than torch's, but take the slack with
-which the host is ahead of the card: counted as much.
+updated beside the link, which takes far longer.
 """
 
 from tightfit.hardware.efficiency import Efficiency
@@ -60,7 +59,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
     updated = WIDE_BYTES if workload.has_masters else weight
     has_copy = workload.has_masters and not layout.zero
     moments = 2 * moment_bytes(levers, wide=wide)
-    if _counts_as_torch(levers, wide=wide):
+    if is_torch_adamw(levers, wide=wide):
         widened_narrowed = 2 * (weight + WIDE_BYTES) if has_copy else 0
         return gradient + widened_narrowed + 3 * updated + moments
     moved = 2 * gradient + (weight if has_copy else 0) + 2 * updated + moments
@@ -88,9 +87,4 @@ def _between_operations_bytes(gradient: int, updated: int) -> int:
 def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
     """What the update reaches of a copy's bandwidth."""
     form = state_format(levers, wide=wide)
-    return dict(efficiency.updates).get(f"torch {form}" if _counts_as_torch(levers, wide=wide) else form, 1.0)
-
-
-def _counts_as_torch(levers: Levers, *, wide: bool) -> bool:
-    """Whether it is torch's AdamW, or moves as much inside backward."""
-    return is_torch_adamw(levers, wide=wide, or_inside_backward=True)
+    return dict(efficiency.updates).get(f"torch {form}" if is_torch_adamw(levers, wide=wide) else form, 1.0)

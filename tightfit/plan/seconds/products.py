@@ -20,8 +20,10 @@ from tightfit.plan.seconds.rates import Rates
 TILE = 128, 256
 """Rows and columns of a result that one multiprocessor makes at a time (Hopper's large tiles)."""
 GROUP_ROWS = 100
-"""Rows that each expert's group costs besides its own: 128 experts of 512 rows reach 535 TFLOP/s, 64 of 1 024 reach
-600, 8 of 2 048 reach 708 (calibration.csv, "grouped product")."""
+"""Rows that each expert's group costs besides its own: its last tile is partly empty."""
+GROUP_DEPTH = 150
+"""Terms of a sum that each tile of a grouped product costs besides its own: tiles are begun and ended one by one. With
+both, 128 experts of 512 rows, 64 of 1 024 and 8 of 2 048 take what they did (calibration.csv, "grouped product")."""
 LEAST_FILLED = 0.33
 """The least share of a card that is filled: cuBLAS splits long sums over multiprocessors (family_truth.csv: 640 to
 1 152 columns)."""
@@ -115,18 +117,19 @@ class Products:
         return self.qkv_s + self.output_s + self.up_s + self.down_s
 
 
-def grouped_share(spec: ModelSpec, tokens: float) -> float:
-    """What a layer's grouped products reach of the usual rate: an expert's last tile is partly empty."""
+def grouped_share(spec: ModelSpec, tokens: float, *, depth: int) -> float:
+    """What grouped products over sums of `depth` reach of the usual rate, averaged with those of plain layers."""
     if spec.experts is None:
         return 1.0
     rows_each = tokens * spec.experts.computed_per_token / spec.experts.count
-    filled = rows_each / (rows_each + GROUP_ROWS)
-    return 1 / (routed_share(spec) / filled + 1 - routed_share(spec))
+    reached = rows_each / (rows_each + GROUP_ROWS) * depth / (depth + GROUP_DEPTH)
+    return 1 / (routed_share(spec) / reached + 1 - routed_share(spec))
 
 
 def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> Products:
     """Products of one layer for `tokens` tokens, on one of `tensor` ranks."""
     linears = layer_linears(spec)
+    inner = spec.mlp_size if spec.experts is None else spec.experts.mlp_size
 
     def seconds(linear: Linear, reached: float = 1.0) -> float:
         weights = linear.weights / tensor
@@ -137,8 +140,8 @@ def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int,
     return Products(
         qkv_s=seconds(linears.queries) + seconds(linears.keys_values),
         output_s=seconds(linears.output),
-        up_s=seconds(linears.up, grouped_share(spec, tokens)),
-        down_s=seconds(linears.down, grouped_share(spec, tokens)),
+        up_s=seconds(linears.up, grouped_share(spec, tokens, depth=spec.hidden_size)),
+        down_s=seconds(linears.down, grouped_share(spec, tokens, depth=inner)),
         weights_once_s=linears.weights / tensor * weight_bytes / rates.bytes_s,
     )
 
