@@ -17,7 +17,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["printable", "errors", "durable", "bounded_files", "bounded_yaml", "writer_lock"],
+    ["printable", "errors", "durable", "bounded_files", "bounded_yaml", "bounded_patterns", "writer_lock"],
     ["hardware"],
     ["models.spec", "models.presets", "models.hub", "models.resolve", "models.huggingface"],
     ["models.quantized.scheme", "models.quantized.described", "models.quantized.held_weights", "models.base_model"],
