@@ -17,7 +17,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["printable"],
+    ["printable", "bounded_patterns"],
     ["errors"],
     ["durable", "writer_lock"],
     ["bounded_files"],

@@ -1,5 +1,6 @@
 """Compressing as a user does it: compress, evaluate against the original, sample, export; mistakes in one sentence."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.compress.conftest import SPEC, text, tiny, tokenizer
 from tests.compress.test_fitting import sized
 from tightfit.compress.fitting import fit_ledger
+from tightfit.models.loading import load_model
 
 __all__ = ["text", "tiny", "tokenizer"]
 
@@ -77,7 +79,6 @@ def test_other_ways_to_shrink(
     [
         (("--method", "gtpq"), "unknown"),
         (("--bits", "11"), "2 to 8"),
-        (("--method", "gptq", "--group", "32"), "--data"),
         (("--recipe", "missing.yaml"), "cannot read recipe missing.yaml: No such file"),
         (("--recipe", "missing.yaml", "--bits", "4"), "belong to --method"),
         (("--method", "rtn", "--group", "48"), "whole groups"),
@@ -96,3 +97,67 @@ def test_mistakes(arguments: tuple[str, ...], said: str, tiny: Path, tmp_path: P
     assert said in result.err
     assert len(result.err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_beside_the_model_and_sizes_against_perplexity(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path, tightfit: Any
+) -> None:
+    cache, data = ("--cache", token_cache), ("--data", text, "--seq", 64)
+    made = {}
+    for bits in (3, 8):
+        made[bits] = tmp_path / f"{bits}bit"
+        options = ("--method", "gptq", "--bits", bits, "--group", 32, "--samples", 4, *data, *cache)
+        assert tightfit("compress", tiny, *options, "--out", made[bits]).code == 0
+    report = json.loads((made[3] / "report.json").read_text())
+    assert [layer["index"] for layer in report["layers"]] == [0, 1]
+    assert set(report["layers"][0]["errors"]) >= {"attention.q", "mlp.down"}
+    assert report["comparisons"] == []
+    assert str(text) in report["predicted"]["calibration"]
+    before = (made[3] / "report.png").read_bytes()
+    assert b"whole layer" in before
+    load_model(str(made[3]))
+    sizes = tmp_path / "sizes.png"
+    table = tightfit("evaluate", made[3], made[8], *data, "--against", tiny, *cache, "--picture", sizes).out
+    found = {}
+    for bits, folder in made.items():
+        [found[bits]] = json.loads((folder / "report.json").read_text())["comparisons"]
+        assert f"{found[bits]['kl']['mean']:.4f}" in table
+        assert found[bits]["weight_bytes"] == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert found[3]["kl"]["mean"] > found[8]["kl"]["mean"] > 0
+    assert b"3bit" in sizes.read_bytes()
+    assert b"perplexity" in (made[3] / "report.png").read_bytes() != before
+    again = tightfit("evaluate", made[3], *data, "--against", tiny, *cache, "--json").json
+    assert again["kl"] == found[3]["kl"]
+    assert len(json.loads((made[3] / "report.json").read_text())["comparisons"]) == 1
+    assert "say with --against" in tightfit("evaluate", made[3], made[8], *data).err
+    assert "with --against" in tightfit("evaluate", tiny, *data, "--picture", sizes).err
+    (tmp_path / "mine.png").write_text("a picture of mine")
+    refused = tightfit("evaluate", tiny, *data, "--against", tiny, "--picture", tmp_path / "mine.png")
+    assert "not a picture that tightfit wrote" in refused.err
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("--method", "gptq", "--bits", 4, "--group", 32),
+        ("--fit", "T4", "--context", 100),
+        ("--method", "structured", "--keep-mlp", 96),
+        ("--method", "whitened-svd"),
+        ("--method", "rtn", "--group", 32),
+    ],
+    ids=lambda method: str(method[1]),
+)
+def test_without_text_of_ones_own(
+    method: tuple[Any, ...], tiny: Path, tmp_path: Path, tightfit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As people type it first: layers are looked at with what the model writes, which is said; rounding needs none."""
+    small_card = sized(fit_ledger(SPEC, SPEC.params(), 100).peak_bytes())  # for 8 bits a weight
+    monkeypatch.setattr("tightfit.hardware.machine.parse_machine", lambda text: small_card)
+    rows = ("--samples", 4, "--seq", 64, "--cache", tmp_path / "cache")
+    made = tightfit("compress", tiny, *method, *rows, "--out", tmp_path / "small")
+    assert made.code == 0, made.err
+    needs_text = method[1] != "rtn"
+    assert ("the model's own text, as no --data is given" in made.err) == needs_text
+    said = json.loads((tmp_path / "small" / "report.json").read_text())["predicted"]["calibration"]
+    assert said.startswith("4 x 64 tokens of the model's own text") == needs_text
+    assert len(list((tmp_path / "cache").glob("own-text-*-4x64.npy"))) == needs_text

@@ -356,7 +356,4 @@ def test_what_is_refused_before_work(tiny: Path, text: Path, token_cache: Path, 
     ):
         with pytest.raises(UserError, match=said):
             run(tiny, tmp_path / "small", recipe, text, token_cache, **more)
-    job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("gptq"))
-    with pytest.raises(UserError, match="--data"):
-        compress(job, lambda cost: None, lambda done, total, layer: None)
     assert list(tmp_path.iterdir()) == []

@@ -214,8 +214,6 @@ def test_what_is_refused(
         fit_bits(job, parse_machine("T4"), 100, "awq")
     with pytest.raises(UserError, match="128 positions"):
         fit_bits(job, parse_machine("T4"), 1000, "gptq")
-    with pytest.raises(UserError, match="--data"):
-        fit_bits(replace(job, data=()), sized(fitted[1].card_bytes), 100, "gptq")
     with pytest.raises(UserError, match="in 16 bits already"):
         fit_bits(job, parse_machine("T4"), 100, "gptq")
     (tmp_path / "routed").mkdir()

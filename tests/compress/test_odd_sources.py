@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.compress.conftest import SPEC
 from tests.compress.test_compression import load_tensors, run
 from tests.compress.test_fitting import sized
+from tests.speed import within_turns
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.fitting import fit_bits, fit_ledger
 from tightfit.compress.gptq import gptq
@@ -20,6 +21,7 @@ from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
+from tightfit.models.loading import load_model
 from tightfit.models.quantized.scheme import Scheme
 
 
@@ -151,3 +153,40 @@ def test_a_misspelt_layer_of_one_step_is_refused(tiny: Path, text: Path, token_c
     kept = (Step(method="rtn", bits=4, group=32), Step(method="keep"))
     with pytest.raises(UserError, match="keeps every layer as it is"):
         run(tiny, tmp_path / "small", Recipe(kept), text, token_cache)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["re:(.+)+$x"], "no config group"),
+        (["re:(?:(?:.?){99}){99}x"], "more than 10000 steps"),
+        ([f"re:{'(.*)*' * 20}x"] * 32, "no config group"),
+        (["re:a"] * 33, "more than 32 regular expressions"),
+        (["re:("], r"re:\(, which is no regular expression"),
+        (None, "no config group"),
+        ("re:.*", "no config group"),
+    ],
+)
+def test_targets_of_a_stranger_take_no_time(
+    targets: object, said: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """`re` alone would look for the first until the sun is cold."""
+    run(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = targets
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    with within_turns(60), pytest.raises(UserError, match=said):
+        load_model(str(tmp_path / "small"))
+
+
+def test_targets_may_be_regular_expressions(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    run(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    wanted = load_model(str(tmp_path / "small")).model.state_dict()
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = [
+        r"re:.*self_attn\.\w_proj$",
+        r"re:.*\.mlp.*",
+    ]
+    (tmp_path / "small" / "config.json").write_text(json.dumps(config))
+    found = load_model(str(tmp_path / "small")).model.state_dict()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,15 +1,18 @@
 """Serving on one card: what fits, what is at most possible, and what would have to change."""
 
+import csv
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.rows import RESULTS
 from tightfit.errors import UserError
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving import Serving, make_serving
+from tightfit.plan.serving_time import Step, step_seconds
 
 
 def serving(model: str, on: str, form: str, length: int | None = 4096, requests: int = 1) -> Serving:
@@ -83,3 +86,69 @@ def test_nonsense_is_one_sentence(form: str, length: int, requests: int, words: 
         serving("llama-3.1-8b", "T4", form, length, requests)
     for word in words:
         assert word in str(error.value)
+
+
+BF16, PACKED = "bfloat16", ("int4", "fp8")
+WITHIN = 0.15
+
+
+def newest(model: str, dtype: str) -> dict[str, float]:
+    """Values of the newest rows by case."""
+    with (RESULTS / "serve_speed.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["model"], row["dtype"]) == (model, dtype)]
+    return {row["case"]: float(row["value"]) for row in rows}
+
+
+def predicted(model: str, dtype: str) -> dict[str, float]:
+    """The cases of benchmarks/serve_speed.py as `plan --serve` tells them."""
+    schemes = {"int4": Scheme(bits=4, group=128), "fp8": Scheme(kind="fp8", bits=8, group=0)}
+
+    def at(length: int, requests: int = 1) -> Serving:
+        made = serving({"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}[model], "H200", "bf16", length, requests)
+        if dtype == BF16:
+            return made
+        ends, bits = 2 * made.spec.vocab_size * made.spec.hidden_size, {"int4": 4 + 32 / 128, "fp8": 8}[dtype]
+        held = int((made.spec.params() - ends) * bits / 8) + 2 * ends
+        return replace(made, compressed=HeldWeights(held, 0, 0, dtype, schemes[dtype]))
+
+    together = step_seconds(
+        at(1).spec,
+        at(1).rates,
+        at(1)._read_bytes,
+        Step(tokens=64 * 256, answers=64, pairs=64 * 256**2 / 2, cache_bytes=0),
+    )
+    long = Step(tokens=4 * 4096, answers=4, pairs=4 * 4096**2 / 2, cache_bytes=0)
+    return {
+        "first_token": 1e3 * at(256).predicted_first_token_seconds,
+        "one_stream_decode": at(512).predicted_tokens_per_second,
+        "batch": 64 * 256 / (together + 256 * 64 / at(384, 64).predicted_tokens_per_second),
+        "prefill": 4 * 4096 / step_seconds(at(1).spec, at(1).rates, at(1)._read_bytes, long),
+    }
+
+
+@pytest.mark.parametrize("model", ["1b", "8b"])
+def test_predictions_beside_what_was_measured(model: str) -> None:
+    """Every bf16 row of an H200 within 15 %."""
+    found, told = newest(model, BF16), predicted(model, BF16)
+    errors = {case: value / found[case] - 1 for case, value in told.items()}
+    assert all(abs(error) < WITHIN for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_one_stream_of_packed_weights_beside_what_was_measured(dtype: str) -> None:
+    """Prompts and batches of packed weights are slower than said (docs/serving.md): their kernels are their own."""
+    found, told = newest("8b", dtype), predicted("8b", dtype)
+    assert abs(told["one_stream_decode"] / found["one_stream_decode"] - 1) < WITHIN
+
+
+def test_predictions_are_never_beyond_the_limits() -> None:
+    for model, on, form in (
+        ("llama-3.2-1b", "T4", "q8_0"),
+        ("llama-3.1-8b", "H200", "bf16"),
+        ("qwen3-30b-a3b", "H200", "q4_0"),
+    ):
+        for length, requests in ((64, 1), (4096, 1), (1024, 32)):
+            asked = serving(model, on, form, length, requests)
+            limit = asked.tokens_per_second * asked.weight_bytes / replace(asked, requests=2)._read_bytes
+            assert asked.predicted_tokens_per_second < limit  # which counts an embedding that no step reads
+            assert asked.predicted_first_token_seconds > asked.first_token_seconds

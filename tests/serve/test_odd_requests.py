@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from fastapi.exceptions import RequestValidationError
 
 from tests.serve.running import Running, client_of, running, serving
 from tests.serve.test_server import CONFIG, HELLO, TOOL, post
@@ -14,6 +15,7 @@ from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Writer
+from tightfit.serve.http.crowded import MOST_LISTS, MOST_VALUES, crowded
 from tightfit.serve.http.guards import ServerLimits
 from tightfit.serve.http.streaming import event
 from tightfit.serve.http.tools import found_calls
@@ -189,3 +191,68 @@ def test_settings_reach_the_chat_template(
         assert made.usage is not None
         lengths.append(made.usage.prompt_tokens)
     assert lengths == [lengths[0], lengths[0] + len(tokenizer.encode("louder")), lengths[0]]
+
+
+MIB = 2**20
+CROWDED = {
+    "lists": b'{"prompt": [' + b"[]," * (2 * MIB) + b"[]]}",
+    "objects": b'{"messages": [' + b"{}," * (2 * MIB) + b"{}]}",
+    "tokens": b'{"prompt": [' + b"1," * (3 * MIB) + b"1]}",
+    "texts": b'{"prompt": [' + b'"[",' * (2 * MIB - 99) + b'"["]}',
+    "not UTF-8": '{"prompt": "∀"}'.encode("utf-16-le"),
+}
+
+
+@pytest.mark.parametrize("name", CROWDED)
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    server: Running, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def parsed(*_: Any) -> None:
+        raise AssertionError("parsed all the same")
+
+    monkeypatch.setattr("starlette.requests.Request.json", parsed)
+    status, answer = post(server, "/v1/completions", CROWDED[name])
+    assert status == 400
+    assert "the body" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '"[' * 200_000,
+        r"\"[,{" * 200_000,
+        "\\" * 99_999 + '"[[' * 100_000,
+        '"' * 99_999 + "," * MIB,
+        "〔∀\u5b00\u2200," * 100_000,
+    ],
+)
+def test_texts_may_be_of_brackets_alone(text: str) -> None:
+    assert crowded(json.dumps({"messages": [{"role": "user", "content": text}]}).encode()) is None
+    assert crowded(json.dumps({"a": text, "b": [1] * MOST_VALUES}, ensure_ascii=False).encode()) is not None
+    assert crowded(json.dumps([text] * 3 + [[[]] * (MOST_LISTS - 2)]).encode()) is None
+    assert crowded(json.dumps([text] * 3 + [[[]] * (MOST_LISTS - 1)]).encode()) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [1] * 300_000}, "messages: "),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [{}] * 60_000}, "tools: "),
+        ("/v1/chat/completions", {"messages": HELLO, "stop": [1] * 300_000}, "stop: "),
+        ("/v1/chat/completions", {"messages": HELLO, "logit_bias": dict.fromkeys(map(str, range(99_999)))}, "logit"),
+        ("/v1/completions", {"prompt": [[1.5] * 300_000]}, "prompt: "),
+        ("/v1/completions", {"prompt": [1] + [None] * 300_000}, "prompt: "),
+        ("/v1/embeddings", {"input": [["a"] * 300_000]}, "input: "),
+    ],
+)
+def test_many_mistakes_are_one(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], said: str
+) -> None:
+    """A sentence for each of 300,000 kept all other clients waiting for seconds."""
+    seen = []
+    errors = RequestValidationError.errors
+    monkeypatch.setattr(RequestValidationError, "errors", lambda self: seen.append(len(errors(self))) or errors(self))
+    status, answer = post(server, path, json.dumps(body).encode())
+    assert (status, seen) == (400, [1])
+    assert answer["error"]["message"].startswith(said)

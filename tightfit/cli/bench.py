@@ -35,15 +35,15 @@ def serve(
     from dataclasses import asdict
 
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.load import bench_load, read_bytes_per_second
+    from tightfit.serve.load import bench_load, measured_rates
     from tightfit.serve.start import start_engine
 
     counts = at_once or [1, 4, 16]
     most = max(counts)
     config = EngineConfig(max_sequences=most, step_tokens=max(2048, most), prefix_cache=False)
     _, engine = start_engine(model, config, device=device)
-    rate = read_bytes_per_second(engine.runner.device)
-    bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=2, requests=1, bytes_per_second=rate)
+    rates = measured_rates(engine)
+    bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=2, requests=1, rates=rates)
     rows = [
         bench_load(
             engine,
@@ -51,7 +51,7 @@ def serve(
             prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens,
             requests=rounds * each,
-            bytes_per_second=rate,
+            rates=rates,
             seed=each,
         )
         for each in counts
@@ -59,12 +59,15 @@ def serve(
     if as_json:
         typer.echo(json.dumps({"model": model, "rows": [asdict(row) for row in rows]}))
         return
-    typer.echo(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile")
-    typer.echo(f"at most: what reading weights, keys and values at {rate / 1e9:,.1f} GB/s (measured here) allows")
-    typer.echo(f"{'at once':>8}{'first token':>22}{'between tokens':>22}{'tokens/s':>12}{'at most':>12}")
+    read, products = rates.bytes_per_second / 1e9, rates.product_flops / 1e12
+    typer.echo(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
+    typer.echo(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
+    typer.echo("and the most that reading weights, keys and values allows")
+    typer.echo(f"{'at once':>7}{'first token, ms':>26}{'between tokens, ms':>26}{'tokens/s':>18}{'at most':>10}")
     for row in rows:
-        first = f"{row.first_token_ms:.1f} / {row.first_token_ms_p90:.1f} ms"
-        between = f"{row.between_tokens_ms:.2f} / {row.between_tokens_ms_p90:.2f} ms"
-        typer.echo(
-            f"{row.at_once:>8}{first:>22}{between:>22}{row.tokens_per_second:>12,.1f}{row.most_tokens_per_second:>12,.1f}"
+        first = f"{row.first_token_ms:.1f} / {row.first_token_ms_p90:.1f} ≈ {row.predicted_first_token_ms:.1f}"
+        between = (
+            f"{row.between_tokens_ms:.2f} / {row.between_tokens_ms_p90:.2f} ≈ {row.predicted_between_tokens_ms:.2f}"
         )
+        speed = f"{row.tokens_per_second:,.1f} ≈ {row.predicted_tokens_per_second:,.1f}"
+        typer.echo(f"{row.at_once:>7}{first:>26}{between:>26}{speed:>18}{row.most_tokens_per_second:>10,.1f}")

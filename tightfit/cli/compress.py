@@ -51,7 +51,8 @@ def compress(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None,
     recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None,
     data: Annotated[
-        list[str] | None, typer.Option("--data", "-d", help="Text to calibrate with; may be repeated.")
+        list[str] | None,
+        typer.Option("--data", "-d", help="Text like what the model will read; else its own. Repeatable."),
     ] = None,
     field: Annotated[str, typer.Option(help="Column or key that holds the text.")] = "text",
     samples: Annotated[int, typer.Option(min=1, help="Calibration rows.")] = 128,
@@ -72,6 +73,7 @@ def compress(
     tightfit sample, evaluate --against and export take it, and transformers loads it.
 
     \b
+    tightfit compress my-model --method gptq --bits 4 --out my-model-4bit
     tightfit compress my-model --method gptq --bits 4 --group 128 --data wiki.txt --out my-model-4bit
     tightfit compress my-model --method smoothquant --static mse --data wiki.txt --out my-model-w8a8
     tightfit compress my-model --recipe steps.yaml --data wiki.txt --out small

@@ -1,15 +1,23 @@
 """`tightfit evaluate`: loss and perplexity of a model on text."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource, Precision, Verify
+from tightfit.cli.options import Device, Precision, Verify
+from tightfit.cli.outputs import is_picture, refuse_foreign
 
 
 def evaluate(
-    model: ModelSource,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="A run or checkpoint, a Hugging Face directory, a GGUF file, or smollm2-135m-instruct; several with "
+            "--against.",
+        ),
+    ],
     data: Annotated[list[str], typer.Option("--data", "-d", help="File or directory of text; may be repeated.")],
     field: Annotated[str, typer.Option(help="Column or key that holds the text.")] = "text",
     chat: Annotated[
@@ -22,6 +30,9 @@ def evaluate(
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
     against: Annotated[
         str | None, typer.Option(help="Another model, such as the one this was compressed from, to compare with.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw size against perplexity and KL (--against); ends in .png or .svg.")
     ] = None,
     cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
     device: Device = "auto",
@@ -38,30 +49,18 @@ def evaluate(
     tightfit evaluate smollm2-135m-instruct --data README.md --seq 512 --json
     tightfit evaluate runs/mine --chat --data conversations.jsonl
     tightfit evaluate small --data README.md --against smollm2-135m-instruct
+    tightfit evaluate 8bit 4bit 3bit --data README.md --against smollm2-135m-instruct --picture sizes.png
     """
     if against is not None:
         refuse_with_against(chat=chat, precision=precision != "auto", no_verify=not verify)
-        from tightfit.compress.comparison import compare_sources
-        from tightfit.report.compression import print_comparison
-        from tightfit.train.precision import choose_device
-
-        comparison = compare_sources(
-            model,
-            against,
-            data,
-            field=field,
-            sequence_length=sequence_length,
-            batch=batch,
-            cache=cache,
-            device=choose_device(device),
-            progress=not as_json,
-        )
-        return print_comparison(comparison, as_json=as_json)
+        options = {"field": field, "sequence_length": sequence_length, "batch": batch, "cache": cache}
+        return _compare(models, against, data, picture, device, options, as_json=as_json)
+    _refuse_without_against(models, picture)
     from tightfit.report.tables import print_evaluation
     from tightfit.train.evaluation import evaluate_source
 
     result = evaluate_source(
-        model,
+        models[0],
         data,
         field=field,
         chat=chat,
@@ -74,6 +73,48 @@ def evaluate(
         progress=not as_json,
     )
     print_evaluation(result, as_json=as_json)
+
+
+def _compare(
+    models: list[str],
+    against: str,
+    data: list[str],
+    picture: Path | None,
+    device: Device,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Every model beside `against`; the reports of those that have one get what was found."""
+    from tightfit.compress.comparison import compare_sources
+    from tightfit.models.loading import weight_file_bytes, weights_path
+    from tightfit.report.compression import print_comparison
+    from tightfit.report.compression_report import Compared, add_comparison, draw_sizes
+    from tightfit.report.figure import check_picture_path
+    from tightfit.train.precision import choose_device
+
+    if picture is not None:
+        check_picture_path(picture)
+        refuse_foreign(picture, is_picture, "a picture")
+    original, sizes = (against, weight_file_bytes(against)), [weight_file_bytes(model) for model in models]
+    where = choose_device(device)
+    found = []
+    for model, size in zip(models, sizes, strict=True):
+        result = compare_sources(model, against, data, device=where, progress=not as_json, **options)
+        found.append(Compared(model, size, result))
+        add_comparison(weights_path(model), found[-1], against, data)
+    if picture is not None:
+        draw_sizes(found, original, picture)
+    print_comparison(found, original, as_json=as_json)
+
+
+def _refuse_without_against(models: list[str], picture: Path | None) -> None:
+    from tightfit.errors import UserError
+
+    if len(models) > 1:
+        raise UserError(f"there are {len(models)} models; say with --against what to compare them with, or name one")
+    if picture is not None:
+        raise UserError("--picture draws models beside another; name that one with --against")
 
 
 def refuse_with_against(**given: bool) -> None:

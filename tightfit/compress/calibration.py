@@ -34,6 +34,11 @@ class Calibration:
         batches = [tokens.to(model.embed.weight.device) for tokens in self.batches()]
         return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in batches]
 
+    def describe(self) -> str:
+        """A few words."""
+        rows, length = self.tokens.shape
+        return f"{rows} x {length} tokens of {self.source}"
+
     def fingerprint(self) -> str:
         """What makes the rows of two runs the same."""
         shape = " × ".join(map(str, self.tokens.shape))

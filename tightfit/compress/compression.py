@@ -62,7 +62,7 @@ def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], p
 
 class _Compression:
     def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
-        job.require(needs_data=job.recipe.is_calibrated)
+        job.require()
         self.began = time.monotonic()
         rotate = job.recipe.rotation
         self.device = torch.device(job.device)
@@ -83,9 +83,11 @@ class _Compression:
         if not self.schemes and job.format is not None:
             raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         self.form = choose_format(self.schemes, job.format, job.recipe)
-        self.calibration = job.read_calibration(self.spec) if job.data else None
+        is_looked_at = bool(job.data) or job.recipe.is_calibrated
+        self.calibration = job.read_calibration(self.spec) if is_looked_at else None
         rows, length = (0, 0) if self.calibration is None else self.calibration.tokens.shape
-        self.predicted = predict(self.spec, job.recipe, rows, length)
+        text = "" if self.calibration is None else self.calibration.describe()
+        self.predicted = replace(predict(self.spec, job.recipe, rows, length), calibration=text)
         self.config = self._config()  # refused before work, if it cannot be said
         announce(self.predicted)
         names = shapes_of(self.spec)

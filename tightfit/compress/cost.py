@@ -36,6 +36,8 @@ class CompressionCost:
     seconds: float | None = None
     ledger: Ledger | None = None
     """What `memory_bytes` is made of, predicted only."""
+    calibration: str = ""
+    """The text that layers are looked at with."""
 
 
 CANNOT_KEEP_ZEROS = ("spqr", "binary", "round")

@@ -130,8 +130,6 @@ def fit_bits(
             f"{job.model} fits {machine.accelerator.name} with {length:,} tokens in 16 bits already; there is nothing "
             "to compress (--method makes it smaller all the same)"
         )
-    if not job.data:
-        raise UserError("--fit looks at the inputs and gradients of layers; give it text with --data")
     group = group_of(spec)
     calibration = job.read_calibration(spec)
     rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.compress.own_text import LONGEST_ROW as OWN_LONGEST_ROW
+from tightfit.compress.own_text import MOST_ROWS, own_text
 from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.loading import has_weights
@@ -27,16 +29,24 @@ class ShrinkingJob:
     cache: Path = Path("~/.cache/tightfit")
     progress: bool = False
 
-    def require(self, *, needs_data: bool) -> None:
+    def require(self) -> None:
         """Refuse what can be refused before the model is looked at."""
         refuse_existing(self.out)
         if not has_weights(self.model):
             raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
-        if needs_data and not self.data:
-            raise UserError("this method looks at the inputs of layers; give it text with --data")
 
     def read_calibration(self, spec: ModelSpec) -> Calibration:
-        """Rows of `data`."""
+        """Rows of `data`, or where none is given of what the model writes."""
+        if not self.data:
+            return own_text(
+                self.model,
+                spec,
+                rows=min(self.samples, MOST_ROWS),
+                length=min(OWN_LONGEST_ROW if self.length is None else self.length, spec.max_positions),
+                device=self.device,
+                cache=self.cache,
+                progress=self.progress,
+            )
         return read_calibration(
             self.model,
             spec,

@@ -45,7 +45,7 @@ class LayerRewriting(ABC):
     """One job: checked when it is made, and its cost announced; nothing is written before `run`."""
 
     def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None]) -> None:
-        job.require(needs_data=True)
+        job.require()
         self.job, self.began, self.device = job, time.monotonic(), torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
@@ -64,6 +64,7 @@ class LayerRewriting(ABC):
             result_bytes=self.result_bytes(),
             memory_bytes=ledger.peak_allocated_bytes(),
             ledger=ledger,
+            calibration=self.calibration.describe(),
         )
         announce(self.predicted)
         self.directory = WorkingDirectory(job.out, self._identity(), len(self.layers) + LAYER_SHARDS)

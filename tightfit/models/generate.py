@@ -6,7 +6,7 @@ a prompt that fills them is refused, a continuation that reaches them ends.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +136,24 @@ def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> T
     if sampling.temperature == 0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial(probabilities(logits, sampling), 1, generator=generator)
+
+
+@torch.inference_mode()
+def sample_rows(
+    model: Decoder, first: Tensor, length: int, sampling: Sampling, told: Callable[[int], None] = lambda done: None
+) -> Tensor:
+    """Token rows [B, length] that begin with the tokens `first` [B] and go on whatever comes, past ends of text too.
+
+    `told` hears how many tokens of a row there are.
+    """
+    weight = model.embed.weight
+    generator = torch.Generator(weight.device).manual_seed(sampling.seed)
+    cache = KeyValueCache(model.spec, len(first), length, weight.device, weight.dtype)
+    rows = [first.to(weight.device)[:, None]]
+    while len(rows) < length:
+        rows.append(_sample(_next_logits(model, rows[-1], cache), sampling, generator))
+        told(len(rows))
+    return torch.cat(rows, 1).cpu()
 
 
 def continue_text(

@@ -19,7 +19,7 @@ from tightfit.errors import UserError
 from tightfit.models.adapted import add_adapter, weights_digest
 from tightfit.models.base_model import BaseModel, is_adapted, read_base
 from tightfit.models.blank import blank_decoder, whole_state
-from tightfit.models.checksums import verify, verify_file
+from tightfit.models.checksums import SUFFIXES, verify, verify_file
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.codes import load_coded
 from tightfit.models.gguf.config import gguf_spec
@@ -308,6 +308,13 @@ def weights_path(source: str) -> Path:
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json, so it is not a model directory")
     return path
+
+
+def weight_file_bytes(source: str) -> int:
+    """Bytes of the files that hold the weights at `source`."""
+    path = weights_path(source)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in SUFFIXES]
+    return sum(file.stat().st_size for file in files)
 
 
 def _directory_tokenizer(path: Path) -> Tokenizer | None:

@@ -2,8 +2,8 @@
 
 Reading speed bounds decoding: every token needs all (active) weights and the request's keys and values once, so one
 stream cannot be faster than bandwidth divided by their bytes. Prompts are bound by matrix products (2 FLOPs a weight of
-the layers and token; attention comes on top). Both are limits at the measured shares of the card's rates, not
-predictions of an engine. More cards serve a copy each.
+the layers and token; attention comes on top). Both are limits at the measured shares of the card's rates; beside them
+stand predictions of our engine (serving_time.py). More cards serve a copy each.
 """
 
 from dataclasses import dataclass, replace
@@ -11,15 +11,20 @@ from typing import Any, get_args
 
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
-from tightfit.hardware.efficiency import MEASURED
+from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.serving_time import Step, StepRates, prompt_seconds, step_seconds
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
+PLAIN: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16")
+PACKED_SHARES = {4: 0.7, 8: 0.8}
+"""Of the rate of reading, at which weights of at most so many bits are read: 8B on an H200, one stream
+(serve_speed.csv: 480 tokens/s in int4, 356 in fp8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,46 @@ class Serving:
         return max(rate for rate in (rates.bf16, rates.fp16, rates.fp32, *narrow) if rate is not None)
 
     @property
+    def predicted_tokens_per_second(self) -> float:
+        """Of our engine, over all requests of one card with prompts behind them, each over `length` positions."""
+        cache = cache_bytes(self.spec, self.requests, self.length, form=self.cache)
+        step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=cache)
+        return self.requests / step_seconds(self.spec, self.rates, self._read_bytes, step)
+
+    @property
+    def predicted_first_token_seconds(self) -> float:
+        """Of our engine, after a prompt of `length` tokens that is alone on the card."""
+        return prompt_seconds(self.spec, self.rates, replace(self, requests=1)._read_bytes, self.length)
+
+    @property
+    def rates(self) -> StepRates:
+        """What the card is known, or taken, to do a second."""
+        peak = self._product_tflop_s * 1e12
+        return StepRates(
+            bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
+            product_flops=peak * MEASURED.matmul,
+            attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
+            weight_share=PACKED_SHARES.get(self._packed_bits, 1.0),
+        )
+
+    @property
+    def _packed_bits(self) -> int:
+        """4 or 8, whichever a weight fits in; 16 where weights are plain."""
+        scheme = None if self.compressed is None else self.compressed.scheme
+        if self.compressed is None:
+            return 16 if self.form in PLAIN else 8 if self.form == "q8_0" else 4
+        return 16 if scheme is None else 4 if scheme.bits <= 4 else 8
+
+    @property
+    def _read_bytes(self) -> float:
+        """Weights that a step reads: all but an embedding of its own; of experts one token's where it is alone."""
+        spec = self.spec
+        active = spec.params(active=True) / spec.params() if self.requests == 1 else 1.0
+        embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size
+        embedding_bytes = embedding * (self.weight_bytes / spec.params() if self.compressed is None else 2)
+        return (self.weight_bytes - embedding_bytes) * active
+
+    @property
     def most_requests(self) -> int:
         """How many such requests the card has room for at a time."""
         most = 1
@@ -145,6 +190,8 @@ class Serving:
             "cache": self.cache,
             "tokens_per_second": self.tokens_per_second,
             "first_token_s": self.first_token_seconds,
+            "predicted_tokens_per_second": self.predicted_tokens_per_second,
+            "predicted_first_token_s": self.predicted_first_token_seconds,
             "most_requests": self.most_requests,
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),

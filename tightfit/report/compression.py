@@ -1,13 +1,16 @@
 """What `tightfit compress` and `tightfit evaluate --against` print."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tightfit.report.compression_report import PICTURE_FILE, Compared, write_report
 from tightfit.report.tables import gib, print_json
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ class CompressionProgress:
         )
         if cost.ledger is not None:
             self.say(_fullest(cost.ledger))
+        if cost.calibration:
+            self.say(f"layers are looked at with {cost.calibration}")
 
     def say(self, text: str) -> None:
         """A line before the layers."""
@@ -77,7 +82,8 @@ def _fullest(ledger: "Ledger") -> str:
 
 
 def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
-    """Errors by layer, and the cost as predicted beside the cost as measured."""
+    """Errors by layer, and the cost as predicted beside the cost as measured; a report of it beside the model."""
+    write_report(report)
     if as_json:
         return print_json(asdict(report))
     names = sorted({name for layer in report.layers for name in layer.errors})
@@ -94,6 +100,9 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
     resumed = f", {report.resumed_layers} layers from an earlier run" if report.resumed_layers else ""
     told = f"wrote {report.path} ({report.recipe}; {report.format}{resumed})"
     console.print(told, highlight=False, soft_wrap=True, markup=False)
+    picture = report.path / PICTURE_FILE
+    if picture.is_file():
+        console.print(f"errors by layer: {picture}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _costs(report: "CompressionReport") -> Table:
@@ -106,11 +115,16 @@ def _costs(report: "CompressionReport") -> Table:
     return table
 
 
-def print_comparison(result: "Comparison", *, as_json: bool) -> None:
-    """A compressed model beside its original."""
+def print_comparison(found: Sequence[Compared], original: tuple[str, int], *, as_json: bool) -> None:
+    """A compressed model beside its original, or several, each with the bytes of its weights."""
     if as_json:
-        facts: dict[str, Any] = {"perplexity": result.perplexity, "original_perplexity": result.original_perplexity}
-        return print_json({**asdict(result), **facts})
+        rows = [each.to_json() for each in found]
+        several = {"against": original[0], "original_bytes": original[1], "models": rows}
+        return print_json(rows[0] if len(rows) == 1 else several)
+    Console().print(_one(found[0].result) if len(found) == 1 else _several(found, original))
+
+
+def _one(result: "Comparison") -> Table:
     table = Table(
         "",
         "compressed",
@@ -124,7 +138,19 @@ def print_comparison(result: "Comparison", *, as_json: bool) -> None:
     table.add_row("perplexity", f"{result.perplexity:.4f}", f"{result.original_perplexity:.4f}", f"{change:+.2%}")
     table.add_row("KL divergence (nats/token)", _told(result.kl), "", "")
     table.add_row("same likeliest token", _told(result.agreement), "", "")
-    Console().print(table)
+    return table
+
+
+def _several(found: Sequence[Compared], original: tuple[str, int]) -> Table:
+    first = found[0].result
+    title = f"{first.tokens:,} tokens in {first.rows} rows"
+    table = Table("", "weights", "perplexity", "loss above", "KL", "same likeliest", title=title, title_justify="left")
+    table.add_row(Path(original[0]).name, gib(original[1]), f"{first.original_perplexity:.2f}", "", "", "")
+    for each in found:
+        made = each.result
+        numbers = (_told(made.loss_difference), _told(made.kl), _told(made.agreement))
+        table.add_row(Path(each.model).name, gib(each.weight_bytes), f"{made.perplexity:.2f}", *numbers)
+    return table
 
 
 def _told(interval: "Interval") -> str:

@@ -189,10 +189,10 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
     )
     console.print(_memory(serving.ledger, room))
     console.print(
-        f"[dim]{serving.requests} request(s) of {serving.length:,} tokens; at most "
-        f"{serving.tokens_per_second:,.0f} tokens/s, which is the card's reading speed; a first token "
-        f"after {1e3 * serving.first_token_seconds:,.1f} ms at least, which is its products'; room for "
-        f"{serving.most_requests:,} at a time[/dim]"
+        f"[dim]{serving.requests} request(s) of {serving.length:,} tokens: "
+        f"{serving.predicted_tokens_per_second:,.0f} tokens/s, at most {serving.tokens_per_second:,.0f} at the card's "
+        f"reading speed; a first token after {1e3 * serving.predicted_first_token_seconds:,.1f} ms, at least "
+        f"{1e3 * serving.first_token_seconds:,.1f} for its products; room for {serving.most_requests:,} at a time[/dim]"
     )
     if not serving.fits:
         for change in serving.changes():

@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 def print_json(value: Any) -> None:
     """One JSON document on standard output; what is not finite, which JSON has no number for, is null."""
-    print(printable_json(json.dumps(_finite(value), indent=2, default=str, ensure_ascii=False, allow_nan=False)))
+    print(printable_json(json.dumps(finite(value), indent=2, default=str, ensure_ascii=False, allow_nan=False)))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with null for numbers that are not finite, through lists and mappings."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: finite(each) for key, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def gib(count: float) -> str:

@@ -1,7 +1,8 @@
 """Latency and throughput of a served model under load: so many requests at a time, each replaced when it is over.
 
 Beside it what reading allows, as in a plan: a step needs all weights (of experts those of one token at least) and its
-requests' keys and values once, at the rate at which this device really reads.
+requests' keys and values once, at the rate at which this device really reads. And what a plan would predict
+(plan/serving_time.py) from that rate and the one at which this device multiplies, both measured before.
 """
 
 import math
@@ -14,6 +15,7 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.memory.formulas.serving import cache_bytes_per_token
+from tightfit.plan.serving_time import Step, StepRates, step_seconds
 from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
@@ -32,10 +34,16 @@ class LoadRow:
     tokens_per_second: float
     most_tokens_per_second: float
     """What reading weights, keys and values allows."""
+    predicted_first_token_ms: float
+    predicted_between_tokens_ms: float
+    predicted_tokens_per_second: float
 
 
 READ_BYTES = 2**28
 READ_ROUNDS = 5
+PRODUCT_SIZES = {"cpu": 1024, "cuda": 8192}
+CPU_LAYER_S = 0.35e-3
+"""Of a layer's operations on a CPU, beside their arithmetic."""
 
 
 def read_bytes_per_second(device: torch.device) -> float:
@@ -49,12 +57,64 @@ def read_bytes_per_second(device: torch.device) -> float:
     return READ_BYTES / best
 
 
+def product_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """How fast this device multiplies matrices: the best of a few."""
+    size = PRODUCT_SIZES.get(device.type, 1024)
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(READ_ROUNDS):
+        began = time.perf_counter()
+        (left @ left)[0, 0].item()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def measured_rates(engine: Engine) -> StepRates:
+    """What the engine's device does a second, as measured now."""
+    device, dtype = engine.runner.device, engine.model.embed.weight.dtype
+    flops = product_flops_per_second(device, dtype)
+    own = {} if device.type == "cuda" else {"layer_s": CPU_LAYER_S}
+    return StepRates(
+        bytes_per_second=read_bytes_per_second(device),
+        product_flops=flops,
+        attention_flops=flops,
+        element_bytes=dtype.itemsize,
+        **own,
+    )
+
+
+def _read_bytes(engine: Engine) -> float:
+    """Weights that a step reads."""
+    return engine.budget.read_bytes * engine.model.spec.params(active=True) / engine.model.spec.params()
+
+
+def _cache_bytes_per_token(engine: Engine) -> int:
+    model = engine.model
+    return cache_bytes_per_token(model.spec, model.embed.weight.element_size(), engine.config.cache_format)
+
+
+def predicted_seconds(
+    engine: Engine, rates: StepRates, at_once: int, prompt_tokens: int, answer_tokens: int
+) -> tuple[float, float]:
+    """From a request to its first token, and from a token to the next, with `at_once` under way.
+
+    Prompts of a round come together, in pieces of the engine's steps, so the median one waits for half of them.
+    """
+    spec, weights = engine.model.spec, _read_bytes(engine)
+    waiting = (at_once + 1) // 2
+    steps = -(-at_once * prompt_tokens // engine.config.step_tokens)
+    length = prompt_tokens + answer_tokens / 2
+    cached = at_once * length * _cache_bytes_per_token(engine)
+    between = step_seconds(spec, rates, weights, Step(tokens=at_once, answers=at_once, pairs=0, cache_bytes=cached))
+    together = at_once if steps == 1 else waiting
+    tokens = together * prompt_tokens
+    prompts = Step(tokens=tokens, answers=together, pairs=together * prompt_tokens**2 / 2, cache_bytes=0)
+    return step_seconds(spec, rates, weights, prompts) + rates.first_token_s, between
+
+
 def most_tokens_per_second(engine: Engine, at_once: int, length: float, bytes_per_second: float) -> float:
     """With `at_once` answers under way over `length` positions each."""
-    model, config = engine.model, engine.config
-    per_token = cache_bytes_per_token(model.spec, model.embed.weight.element_size(), config.cache_format)
-    weight_bytes = engine.budget.read_bytes * model.spec.params(active=True) / model.spec.params()
-    return at_once * bytes_per_second / (weight_bytes + at_once * length * per_token)
+    return at_once * bytes_per_second / (_read_bytes(engine) + at_once * length * _cache_bytes_per_token(engine))
 
 
 @dataclass
@@ -72,7 +132,7 @@ def bench_load(
     prompt_tokens: int,
     answer_tokens: int,
     requests: int,
-    bytes_per_second: float,
+    rates: StepRates,
     seed: int = 0,
 ) -> LoadRow:
     """Run `requests` random prompts, `at_once` at a time."""
@@ -101,14 +161,16 @@ def bench_load(
             if output.finish is not None:
                 open_requests.remove(output.request)
     seconds, length = time.perf_counter() - began, prompt_tokens + answer_tokens / 2
-    most = most_tokens_per_second(engine, at_once, length, bytes_per_second)
-    return _row(at_once, list(watched.values()), seconds, most)
+    most = most_tokens_per_second(engine, at_once, length, rates.bytes_per_second)
+    predicted = predicted_seconds(engine, rates, at_once, prompt_tokens, answer_tokens)
+    return _row(at_once, list(watched.values()), seconds, most, predicted)
 
 
-def _row(at_once: int, watched: list[Watched], seconds: float, most: float) -> LoadRow:
+def _row(at_once: int, watched: list[Watched], seconds: float, most: float, predicted: tuple[float, float]) -> LoadRow:
     first = [each.came[0] - each.began for each in watched]
     between = [b - a for each in watched for a, b in zip(each.came, each.came[1:], strict=False)] or [0.0]
     tokens = sum(len(each.came) for each in watched)
+    answers = tokens / len(watched)
     return LoadRow(
         at_once=at_once,
         requests=len(watched),
@@ -118,6 +180,9 @@ def _row(at_once: int, watched: list[Watched], seconds: float, most: float) -> L
         between_tokens_ms_p90=1e3 * _p90(between),
         tokens_per_second=tokens / seconds,
         most_tokens_per_second=most,
+        predicted_first_token_ms=1e3 * predicted[0],
+        predicted_between_tokens_ms=1e3 * predicted[1],
+        predicted_tokens_per_second=at_once * answers / (predicted[0] + (answers - 1) * predicted[1]),
     )
 
 

@@ -3,15 +3,17 @@
 What other programs write is checked as it is read: a sentence names the field that cannot be.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tightfit.bounded_patterns import PatternError, begins_with
 from tightfit.errors import UserError
 from tightfit.models.quantized.scheme import FIXED_GROUPS, Scheme
 
 Config = Mapping[str, Any]
 GPTQ_BITS = (2, 3, 4, 8)
+MOST_PATTERNS = 32
+"""Regular expressions among a file's targets: every module is held against each."""
 NF4_SCHEME = Scheme(kind="nf4", bits=4, group=FIXED_GROUPS["nf4"])
 INT8_SCHEME = Scheme(bits=8, group=0, activations="llm.int8")
 
@@ -67,24 +69,30 @@ def _own(config: Config, module: str) -> Scheme:
 
 def _compressed_tensors(config: Config, module: str) -> Scheme:
     groups = wanted(config, "config_groups", dict, "compressed-tensors")
-    for group in groups.values():
-        if isinstance(group, dict) and any(_meant(target, module) for target in group.get("targets") or []):
+    targets = [(group, target) for group in groups.values() if isinstance(group, dict) for target in _targets(group)]
+    if sum(target.startswith("re:") for _, target in targets) > MOST_PATTERNS:
+        raise UserError(f"quantization_config has more than {MOST_PATTERNS} regular expressions as targets")
+    for group, target in targets:
+        if _meant(target, module):
             return _config_group(group)
     raise UserError(f"no config group of quantization_config names {module}, though it is quantized")
 
 
-def _meant(target: Any, module: str) -> bool:
+def _targets(group: Config) -> list[str]:
+    found = group.get("targets") or []
+    return [target for target in found if isinstance(target, str)] if isinstance(found, list) else []
+
+
+def _meant(target: str, module: str) -> bool:
     """Whether a config group's target is this module: its name, a regular expression, or every linear layer."""
-    if not isinstance(target, str):
-        return False
     return target == "Linear" or target == module or (target.startswith("re:") and _matches(target[3:], module))
 
 
 def _matches(pattern: str, module: str) -> bool:
     try:
-        return re.match(pattern, module) is not None
-    except re.error:
-        raise UserError(f"quantization_config has the target re:{pattern}, which is no regular expression") from None
+        return begins_with(pattern, module)
+    except PatternError as error:
+        raise UserError(f"quantization_config has the target re:{pattern:.80}, {error}") from None
 
 
 def _config_group(group: Config) -> Scheme:

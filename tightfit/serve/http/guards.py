@@ -1,4 +1,4 @@
-"""What stands before the routes: the API key, the size of a body, and how long a client may take to send it."""
+"""What stands before the routes: the API key, how much a body may hold, how long a client may take to send it."""
 
 import asyncio
 import hmac
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightfit.serve.http.answers import error_body
+from tightfit.serve.http.crowded import crowded
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -76,9 +77,13 @@ class Guards:
                     if size > self.limits.body_bytes:
                         raise self._too_large()
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        break
         except TimeoutError:
             raise RefusedError(408, f"the body did not come within {self.limits.body_seconds:g} s") from None
+        body = b"".join(parts)
+        if (why := crowded(body)) is not None:
+            raise RefusedError(400, why)
+        return body
 
     def _too_large(self) -> RefusedError:
         return RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")

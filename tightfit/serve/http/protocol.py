@@ -1,12 +1,13 @@
 """What clients send, in OpenAI's words, and how it becomes settings of ours.
 
 Fields that OpenAI's interface lacks have the names other servers gave them (top_k, min_p, guided_regex, …). Unknown
-fields are passed over, as clients send many. Values are checked where they are used, in `Sampling`.
+fields are passed over, as clients send many. Values are checked where they are used, in `Sampling`. Long lists are
+refused by their length or at their first mistake: pydantic writes a sentence for each, and half a million take seconds.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
@@ -17,17 +18,59 @@ COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chats go on until they are over."""
 MOST_STOPS = 16
 MOST_PROMPTS = 64
+MOST_TOOLS = 1024
+MOST_BIASES = 2**14
 
 
-def _few(given: Any) -> Any:
-    """Refuse a long list of texts before each is looked at."""
-    if isinstance(given, list) and len(given) > MOST_PROMPTS and type(given[0]) is not int:
-        raise ValueError(f"there are {len(given)} texts; give 1 to {MOST_PROMPTS}")
+def _at_most(most: int, what: str) -> BeforeValidator:
+    """Refuses a longer list or object before its items are looked at."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, list | dict) and len(given) > most:
+            raise ValueError(f"there are {len(given)} {what}; give at most {most}")
+        return given
+
+    return BeforeValidator(check)
+
+
+def _all_of(given: Any, kind: type, what: str) -> Any:
+    """Refuse the first item of a list that is something else."""
+    if isinstance(given, list) and not all(isinstance(each, kind) for each in given):
+        place = next(index for index, each in enumerate(given) if not isinstance(each, kind))
+        raise ValueError(f"item {place} is not {what}")
     return given
 
 
-Texts = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_few)]
+def _kind_of_texts(given: Any) -> str:
+    """What the first item is decides what all have to be: none is tried as everything that it might be."""
+    if not isinstance(given, list):
+        return "text"
+    first = given[0] if given else ""
+    return "token lists" if isinstance(first, list) else "texts" if isinstance(first, str) else "tokens"
+
+
+def _few_and_alike(given: Any) -> Any:
+    kind = _kind_of_texts(given)
+    if kind in ("texts", "token lists") and len(given) > MOST_PROMPTS:
+        raise ValueError(f"there are {len(given)} texts; give 1 to {MOST_PROMPTS}")
+    if kind == "token lists":
+        for tokens in given:
+            _all_of(tokens, int, "a list of whole numbers")
+    return _all_of(given, int, "a whole number") if kind == "tokens" else given
+
+
+Texts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[int], Tag("tokens")]
+    | Annotated[list[list[int]], Tag("token lists")],
+    Discriminator(_kind_of_texts),
+    BeforeValidator(_few_and_alike),
+]
 """One text or several, as they are or as tokens."""
+Messages = Annotated[
+    list[dict[str, Any]], Field(min_length=1), BeforeValidator(lambda given: _all_of(given, dict, "an object"))
+]
 
 
 class Lenient(BaseModel):
@@ -62,9 +105,9 @@ class Generation(Lenient):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float] | None, _at_most(MOST_BIASES, "biases")] = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -95,10 +138,7 @@ class Generation(Lenient):
         return asked_grammar(self.model_dump(include=set(FORMS)))
 
     def _stops(self) -> tuple[str, ...]:
-        stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > MOST_STOPS:
-            raise UserError(f"stop has {len(stops)} texts; give at most {MOST_STOPS}")
-        return stops
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class CompletionBody(Generation):
@@ -138,11 +178,11 @@ class Tool(Lenient):
 class ChatBody(Generation):
     """/v1/chat/completions"""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool] | None, _at_most(MOST_TOOLS, "tools")] = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -1,0 +1,48 @@
+"""Calibration rows that the model writes: its own distribution, the same for the same weights, kept."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.compress.conftest import SPEC, random_model
+from tightfit.compress.own_text import own_text
+from tightfit.models.generate import Sampling, sample_rows
+
+
+def rows_of(model: Path, cache: Path, rows: int = 6) -> torch.Tensor:
+    return own_text(str(model), SPEC, rows=rows, length=40, device="cpu", cache=cache, progress=False).tokens
+
+
+def test_the_same_weights_write_the_same(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = rows_of(tiny, tmp_path / "one")
+    assert torch.equal(first, rows_of(tiny, tmp_path / "other"))
+    assert len(set(first[:, 0].tolist())) == 6
+    kept = next((tmp_path / "one").iterdir())
+    monkeypatch.setattr("tightfit.compress.own_text.sample_rows", None)  # not called again
+    assert torch.equal(first, rows_of(tiny, tmp_path / "one"))
+    monkeypatch.undo()
+    for damaged in (b"", kept.read_bytes()[:-9], b"\x93NUMPY nonsense"):
+        kept.write_bytes(damaged)
+        assert torch.equal(first, rows_of(tiny, tmp_path / "one"))
+    np.save(kept, first.numpy() + SPEC.vocab_size)
+    assert torch.equal(first, rows_of(tiny, tmp_path / "one"))
+
+
+def test_rows_follow_the_models_distribution() -> None:
+    """Of 2,000 second tokens after the same first one, as many are each as the model says, within five sigma."""
+    model = random_model(SPEC)
+    with torch.no_grad():
+        said = model(torch.tensor([[7]])).logits[0, -1].softmax(-1)
+    rows = sample_rows(model, torch.full((2000,), 7), 2, Sampling(temperature=1.0))
+    counts = torch.bincount(rows[:, 1], minlength=SPEC.vocab_size)
+    assert (counts - 2000 * said).abs().le(5 * (2000 * said * (1 - said)).sqrt() + 1).all()
+
+
+def test_rows_are_what_a_whole_pass_would_choose() -> None:
+    """Greedily: the cache is right over the whole row."""
+    model = random_model(SPEC)
+    rows = sample_rows(model, torch.tensor([3, 200]), 30, Sampling(temperature=0))
+    with torch.no_grad():
+        assert torch.equal(model(rows).logits.argmax(-1)[:, :-1], rows[:, 1:])
