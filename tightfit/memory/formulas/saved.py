@@ -28,16 +28,19 @@ class SavedTensor(NamedTuple):
     name: str
     bytes: int
     why: str
+    count: int = 1
+    """How many of equal size these are, together of `bytes`."""
 
 
 class SavedBytes(NamedTuple):
-    """Saved tensors added up by kind."""
+    """Saved tensors added up by kind, and what the allocator counts with them (segments.py)."""
 
     residual: int = 0
     norms: int = 0
     attention: int = 0
     mlp: int = 0
     routing: int = 0
+    unsplit: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -68,7 +71,7 @@ def attended(shape: LocalShape) -> list[SavedTensor]:
     logsumexp_bytes = FLOAT32_BYTES * shape.tokens * shape.heads
     saved = [
         SavedTensor("attention", "queries", shape.query_bytes, "flash attention keeps what rope wrote"),
-        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes, "kept once per key head"),
+        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes, "kept once per key head", 2),
         SavedTensor("attention", "output", shape.query_bytes, "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
     ]
@@ -131,7 +134,7 @@ def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
         up = SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input")
         activated = SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input")
         return [up, activated] if shape.trains("down") else [up]
-    saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product")]
+    saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product", 2)]
     apart = shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks
     if apart and shape.trains("down"):
         why = "projections with biases or adapters, or on a mesh, are by themselves, and down keeps its input"
@@ -156,7 +159,7 @@ def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
         SavedTensor("routing", "chosen experts and rows", index_bytes, "top-k, each row's token, each token's rows"),
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
-        SavedTensor("mlp", "experts' gate and up", inner_bytes, "no copies of tokens, no products, no outputs"),
+        SavedTensor("mlp", "experts' gate and up", inner_bytes, "no copies of tokens, no products, no outputs", 2),
     ]
     if experts.z_weight:
         logits_bytes = FLOAT32_BYTES * tokens * (experts.count + 1)
