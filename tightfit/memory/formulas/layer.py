@@ -49,7 +49,7 @@ def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
     sums = dict.fromkeys(SavedBytes._fields, 0)
     for tensor in layer_kept(shape, layer, level):
         sums[tensor.kind] += tensor.bytes
-        sums["unsplit"] += tensor.count * unsplit_rest(tensor.bytes // tensor.count)
+        sums["unsplit"] += tensor.tensors * unsplit_rest(tensor.bytes // tensor.tensors)
     return SavedBytes(**sums)
 
 

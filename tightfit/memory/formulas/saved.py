@@ -22,14 +22,14 @@ SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
 
 
 class SavedTensor(NamedTuple):
-    """One tensor kept for backward."""
+    """One tensor kept for backward, or some of equal size."""
 
     kind: SavedKind
     name: str
     bytes: int
     why: str
-    count: int = 1
-    """How many of equal size these are, together of `bytes`."""
+    tensors: int = 1
+    """How many of equal size have these `bytes` together."""
 
 
 class SavedBytes(NamedTuple):
