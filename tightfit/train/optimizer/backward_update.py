@@ -118,10 +118,15 @@ class BackwardUpdate:
         update.apply(self.lr, self._factor(number))
 
     def _sum_over_shards(self) -> None:
-        """Of all weights at once: those that are split over the same ranks together."""
-        numbers_of: dict[tuple[str, ...], list[int]] = {}
+        """Of all weights at once: those that are split over the same ranks together.
+
+        Groups are told apart by their ranks: meshes share groups of equal ranks, and those on one rank but not those on
+        another, so that names would put weights together differently from rank to rank.
+        """
+        numbers_of: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for number, groups in enumerate(self.groups):
-            numbers_of.setdefault(tuple(group.group_name for group in groups), []).append(number)
+            ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+            numbers_of.setdefault(ranks, []).append(number)
         for numbers in numbers_of.values():
             norms = self.norms[0, numbers]
             _sum_squares(norms, self.groups[numbers[0]])
