@@ -106,12 +106,14 @@ class Efficiency:
     """Quantization's share of copy bandwidth, in the bytes of kernels/fp8_quantize.py (all "codes")."""
     updates: tuple[tuple[str, float], ...] = (
         ("torch fp32", 0.9),
+        ("inside backward", 0.9),
         ("8bit", 0.411),
         ("factored", 0.799),
     )
     """Optimizer updates' share of copy bandwidth, by implementation, in bytes of plan/seconds/optimizer.py ("update");
     1 for others: the list kernel reaches 4 157 to 4 164 GB/s inside a step (step_profile.csv). Beside masters it comes
-    with copies that widen and narrow: 0.9 of it together, from the truth tables."""
+    with copies that widen and narrow: 0.9 of it together, from the truth tables. Inside backward every weight has a
+    norm and an update of its own: 0.88 in steps of a 1B model, 1.0 where experts' weights are large."""
     link_both_ways: float = 47.39 / 55.32
     """Bandwidth of each of two simultaneous copies, as a share of one alone, during GEMMs ("link")."""
     host_adam_params_s: float = 4.313e9

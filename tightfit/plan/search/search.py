@@ -1,11 +1,12 @@
 """Search: the fastest layout and levers that fit, and the best of each other kind.
 
 Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
-of them too. A family of layouts (same degrees) is out when none of its leanest members fits with every lever pulled.
-Layouts of the rest are taken by their lower bound. Of the levers that leave a layout fast enough, the strongest are
-asked first: where they do not fit, no weaker ones do; where they do, the fastest that fit are looked for. Layouts fall
-into kinds (which degrees are above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped, and
-once as many kinds as are told have one, all that are slower than these.
+of them too. (Updates inside backward may save a few percent, as they move less than a step's update does.) A family of
+layouts (same degrees) is out when none of its leanest members fits with every lever pulled. Layouts of the rest are
+taken by their lower bound. Of the levers that leave a layout fast enough, the strongest are asked first: where they do
+not fit, no weaker ones do; where they do, the fastest that fit are looked for. Layouts fall into kinds (which degrees
+are above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped, and once as many kinds as are
+told have one, all that are slower than these.
 
 Where nothing fits several ranks, levers that only some layouts have (`SearchSpace.last_resort`) are searched as well.
 Plans that leave 5 % of the card are looked for first, as formulas and fragmentation are not known better than that;
@@ -82,14 +83,19 @@ def _host_uses(space: SearchSpace) -> tuple[bool, ...]:
 
 
 def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
-    """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does."""
-    pricing = Pricing(space)
+    """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does.
+
+    The simplest of those that are as fast.
+    """
+    pricing, fitting = Pricing(space), list[Candidate]()
     choices = (_joined(wanted, each) for each in space.levers_of(layout))
     for levers in sorted(choices, key=lambda each: pricing.costs.step(layout, each).step_s):
         tried = pricing.candidate(layout, levers)
+        if fitting and tried.step_s > SAME * fitting[0].step_s:
+            break
         if tried.gpu_bytes <= room_bytes and tried.fits(space.machine):
-            return tried
-    return None
+            fitting.append(tried)
+    return min(fitting, key=lambda each: (each.complexity, each.step_s), default=None)
 
 
 def _joined(wanted: Levers, more: Levers) -> Levers:

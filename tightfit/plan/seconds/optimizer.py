@@ -85,5 +85,9 @@ def _between_operations_bytes(gradient: int, updated: int) -> int:
 
 def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
     """What the update reaches of a copy's bandwidth."""
-    form = state_format(levers, wide=wide)
-    return dict(efficiency.updates).get(f"torch {form}" if is_torch_adamw(levers, wide=wide) else form, 1.0)
+    form: str = state_format(levers, wide=wide)
+    if is_torch_adamw(levers, wide=wide):
+        form = f"torch {form}"
+    elif levers.update_in_backward and form not in ("8bit", "factored"):
+        form = "inside backward"
+    return dict(efficiency.updates).get(form, 1.0)
