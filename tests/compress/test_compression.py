@@ -307,7 +307,7 @@ def test_parts_that_files_stack(
     assert_held_as_said(tmp_path / "small")
     wanted, made = logits(tmp_path / "model"), logits(tmp_path / "small")
     assert float((made - wanted).square().mean() / wanted.square().mean()) < 0.05
-    with pytest.raises(UserError, match=r"is one tensor in files of this family, and nf4 of its parts cannot be made one"):
+    with pytest.raises(UserError, match=r"is one tensor in files .*, and nf4 of its parts cannot be made one"):
         run(tmp_path / "model", tmp_path / "other", recipe_of("nf4"), text, token_cache)
 
 

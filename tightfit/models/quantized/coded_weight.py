@@ -129,8 +129,8 @@ def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
     if not all(_stacks_on(part, first) for part in parts):
         told = " and ".join(dict.fromkeys(part.scheme.describe() for part in parts))
         raise UserError(
-            f"{name} is one tensor in files of this family, and {told} of its parts cannot be made one; use integers of "
-            "one width with groups or rows, or mxfp4"
+            f"{name} is one tensor in files of this family, and {told} of its parts cannot be made one; use integers "
+            "of one width with groups or rows, or mxfp4"
         )
     zeros = [part.zero for part in parts if part.zero is not None]
     return CodedWeight(
