@@ -172,6 +172,6 @@ def test_broken_directories_are_refused(directory: Path) -> None:
 
 def test_bytes_of_weights_are_not_those_of_an_optimizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for name, size in (("model-00001.safetensors", 30), ("model-00002.safetensors", 12), ("optimizer.safetensors", 900)):
-        (tmp_path / name).write_bytes(b"x" * size)
+    for name, size in {"model-00001": 30, "model-00002": 12, "optimizer": 900}.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(b"x" * size)
     assert weight_file_bytes(str(tmp_path)) == 42
