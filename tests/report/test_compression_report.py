@@ -9,7 +9,15 @@ import pytest
 from tightfit.compress.comparison import Comparison, Interval
 from tightfit.report.compression_report import Compared, add_comparison
 
-RESULT = Comparison(*(Interval(0.1 * number, None) for number in range(1, 6)), rows=2, tokens=80)
+RESULT = Comparison(
+    loss=Interval(0.1, None),
+    original_loss=Interval(0.2, None),
+    loss_difference=Interval(-0.1, None),
+    kl=Interval(0.4, None),
+    agreement=Interval(0.5, None),
+    rows=2,
+    tokens=80,
+)
 RECORD: dict[str, Any] = {
     "recipe": "rtn int8",
     "layers": [{"index": 0, "errors": {"mlp.up": 1e-3}, "layer_error": None}],
