@@ -249,3 +249,43 @@ def test_the_glossary_is_short_and_has_each_word_once() -> None:
         "Line",
     }
     assert nouns <= set(words)
+
+
+OTHERS_FILES = {"_fsdp_collectives.py", "_fsdp_param.py", "modeling_low_rank.py"}
+"""Torch's, and one that is written beside a compressed model."""
+
+
+def test_files_that_are_named_exist() -> None:
+    """A file that is moved takes along what is said about it. Capitals stand for any; the log tells of what was."""
+    root = PACKAGE.parent
+    files = [
+        path.relative_to(root) for room in ("tightfit", "benchmarks", "tests") for path in (root / room).rglob("*.py")
+    ]
+    known = {"/".join(path.parts[start:]) for path in files for start in range(len(path.parts))} | OTHERS_FILES
+    pages = [path for path in [*root.glob("*.md"), *root.glob("docs/*.md")] if path.stem not in ("LOG", "CHANGELOG")]
+    named = re.compile(r"(?<![\w/.<{*-])[\w/]+\.py\b")
+    gone = [
+        f"{path.relative_to(root)}: {name}"
+        for path in [*modules().values(), *pages]
+        for name in named.findall(path.read_text(encoding="utf-8"))
+        if name.islower() and name not in known
+    ]
+    assert gone == []
+
+
+def test_docstrings_are_whole() -> None:
+    """None begins a sentence that the next one ends: each stands alone in an editor and in `--fields`."""
+    broken = re.compile(r',"""$', flags=re.MULTILINE)
+    assert [name for name, path in modules().items() if broken.search(path.read_text(encoding="utf-8"))] == []
+
+
+NOUNS = {"Stage", "Split", "Part", "Slot", "Case", "Moment", "Rates"}
+"""Beside the glossary's: words that meant several things."""
+
+
+def test_one_noun_has_one_meaning() -> None:
+    """A class, or a type's other name, that is called as one of these is the only one in the package."""
+    nouns = NOUNS | {word for word in table("Glossary") if word[0].isupper()}
+    defined = re.compile(r"^(?:class )?([A-Z][A-Za-z]+)(?=[(:]| = )", flags=re.MULTILINE)
+    found = [noun for path in modules().values() for noun in defined.findall(path.read_text(encoding="utf-8"))]
+    assert {noun for noun in nouns if found.count(noun) > 1} == set()

@@ -138,7 +138,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(directory: Path) -> None:
-    """The same for everything below a directory."""
+    """Flush everything below a directory to the disk."""
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             flush(Path(folder) / name)

@@ -3,8 +3,8 @@
 Prints them as they stand there. What several calibrations measured is averaged, as hosts vary. A layer's launches are
 an eighth of the deeper model's phase, without what a plain step has besides its layers. A norm's and a bias's are those
 that families have beyond a Llama layer: Qwen3's two norms of heads, Qwen2's three biases; experts' what Mixtral's layer
-has, and a rope's and a gate's what GPT-2's lacks beside its six biases; an update's inside backward, a ninth of what
-that adds to a layer of nine tensors.
+has, and a rope's and a gate's what GPT-2's lacks beside its six biases. Updates inside backward: what they add to a
+family's layer beyond what they add to Llama's, for GPT-2's seven further vectors, Qwen3's two norms and Gemma 2's.
 """
 
 import csv
@@ -14,12 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.rows import RESULTS
-from tightfit.hardware.launches import LAYER, UPDATE_MS, USUAL_TENSORS
+from tightfit.hardware.launches import LAYER, UPDATE_MS
 
 DEEP = 8
 MATRICES = 7
 GPT2_BIASES = 6
 PASSES = ("forward", "backward")
+UPDATED = "update_in_backward=true"
+FURTHER_TENSORS = (("gpt2", 7), ("qwen3", 2), ("gemma2", 2))
 
 
 class HostRows:
@@ -37,6 +39,14 @@ class HostRows:
         """One layer's part of a phase of steps called `name`."""
         whole = self.ms[f"the rest of {phase}, {name}"] + DEEP * self.ms[f"a layer's {phase}, {name}"]
         return (whole - self.ms[f"the rest of {phase}, {plain}"]) / DEEP
+
+    def updated_beyond_llama(self, family: str, count: int) -> float:
+        """Backward of one of `count` tensors that a family's layer updates more than Llama's, inside backward."""
+        family_ms, llama_ms = (
+            self.layer("backward", f"{name} {UPDATED}", name) - self.layer("backward", name, name)
+            for name in (family, "llama")
+        )
+        return (family_ms - llama_ms) / count
 
     def beyond_llama(self, family: str, count: int) -> tuple[float, float]:
         """Forward and backward of one of `count` operations that a family's layer has more than Llama's."""
@@ -57,7 +67,6 @@ def constants(rows: HostRows) -> list[str]:
     rest = [rows.ms[f"the rest of {phase}, bf16"] for phase in PASSES]
     layers = [f'    "{levers}": {pair([rows.layer(phase, named(levers)) for phase in PASSES])},' for levers in LAYER]
     updates = [f'"{levers}": {rows.layer("optimizer", named(levers)):.3f}' for levers in UPDATE_MS]
-    inside = rows.layer("backward", named("update_in_backward=true")) - rows.layer("backward", "bf16")
     bias = rows.beyond_llama("qwen2", 3)
     gpt2_biases = (GPT2_BIASES * each for each in bias)
     rope_and_gate = (more - beyond for more, beyond in zip(gpt2_biases, rows.beyond_llama("gpt2", 1), strict=True))
@@ -68,7 +77,8 @@ def constants(rows: HostRows) -> list[str]:
         "}",
         f"NORM, BIAS = {pair(rows.beyond_llama('qwen3', 2))}, {pair(bias)}",
         f"EXPERTS, ROPE_AND_GATE = {pair(rows.beyond_llama('mixtral', 1))}, {pair(rope_and_gate)}",
-        f"TENSOR_UPDATE_MS = {inside / USUAL_TENSORS:.3f}",
+        "VECTOR_UPDATE_MS, HEAD_NORM_UPDATE_MS, BLOCK_NORM_UPDATE_MS = "
+        + ", ".join(f"{rows.updated_beyond_llama(*each):.3f}" for each in FURTHER_TENSORS),
         f"UPDATE_REST_MS = {rows.ms['the rest of optimizer, bf16']:.3f}",
         f"UPDATE_MS = {{{', '.join(updates)}}}",
         f"PIECE_LAUNCH_MS = {rows.layer('optimizer', named('offload=optimizer')) / MATRICES:.3f}",

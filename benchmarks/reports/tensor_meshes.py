@@ -10,12 +10,13 @@ from pathlib import Path
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
-from tightfit.plan.seconds.tensor import backward_calls, forward_calls
-from tightfit.plan.seconds.tensor_mesh import MeshMessages, sent_bytes
+from tightfit.plan.seconds.tensor import forward_calls, regather_calls
+from tightfit.plan.seconds.tensor_mesh import MeshMessages, Message
 from tightfit.report.figure import panels, plain
 
 MODEL, ROWS, LENGTH = "llama-3.1-70b", 64, 4096
@@ -62,13 +63,22 @@ def _sent_bytes(workload: Workload, layout: Layout) -> float:
     """Forward and backward of all layers, without recomputation."""
     spec, number_bytes, tokens = workload.spec, workload.weight_bytes, workload.tokens
     if layout.tensor_mesh == "1d":
-        calls = forward_calls(spec.layers, sequence_parallel=True)
-        calls = calls.plus(backward_calls(spec.layers, 0, sequence_parallel=True))
-        return number_bytes * calls.sent_elements(tokens * spec.hidden_size, layout.tensor)
+        one_way = forward_calls(spec.layers, sequence_parallel=True)
+        gathers = 2 * sum(one_way) + sum(regather_calls(spec.layers, sequence_parallel=True))  # and scatters
+        return number_bytes * gathers * tokens * spec.hidden_size * (layout.tensor - 1) / layout.tensor
     messages = MeshMessages(spec, layout, tokens)
     every = [m for back in (False, True) for m in spec.layers * messages.layer(backward=back)]
     ends = [m for back in (False, True) for m in messages.ends(backward=back)]
-    return sent_bytes([*every, *ends], layout, number_bytes)
+    return sum(_message_bytes(message, layout, number_bytes) for message in [*every, *ends])
+
+
+def _message_bytes(message: Message, layout: Layout, number_bytes: float) -> float:
+    """What one rank sends round a ring: all of a broadcast or a sum onto one rank, (q − 1)/q of a gather or a scatter,
+    and twice that of an all-reduce."""
+    ranks = dict(zip(("depth", "row", "column"), layout.tensor_axes, strict=True))[message.axis]
+    share = 1.0 if message.kind in ("broadcast", "reduce") else (ranks - 1) / ranks
+    times = 2 if message.kind == "all_reduce" else 1
+    return times * share * message.elements * (FLOAT32_BYTES if message.wide else number_bytes)
 
 
 def draw_tensor_meshes(path: Path) -> None:

@@ -6,15 +6,17 @@ from pathlib import Path
 from benchmarks.reports.launches import HostRows, constants
 from tightfit.hardware.launches import (
     BIAS,
+    BLOCK_NORM_UPDATE_MS,
     EXPERTS,
+    HEAD_NORM_UPDATE_MS,
     LAYER,
     NORM,
     PIECE_LAUNCH_MS,
     REST,
     ROPE_AND_GATE,
-    TENSOR_UPDATE_MS,
     UPDATE_MS,
     UPDATE_REST_MS,
+    VECTOR_UPDATE_MS,
     Launch,
 )
 
@@ -30,7 +32,8 @@ def test_stored_constants_are_found_again() -> None:
         "}",
         f"NORM, BIAS = {told(NORM)}, {told(BIAS)}",
         f"EXPERTS, ROPE_AND_GATE = {told(EXPERTS)}, {told(ROPE_AND_GATE)}",
-        f"TENSOR_UPDATE_MS = {TENSOR_UPDATE_MS}",
+        "VECTOR_UPDATE_MS, HEAD_NORM_UPDATE_MS, BLOCK_NORM_UPDATE_MS = "
+        f"{VECTOR_UPDATE_MS}, {HEAD_NORM_UPDATE_MS}, {BLOCK_NORM_UPDATE_MS}",
         f"UPDATE_REST_MS = {UPDATE_REST_MS}",
         "UPDATE_MS = {" + ", ".join(f'"{name}": {ms:.3f}' for name, ms in UPDATE_MS.items()) + "}",
         f"PIECE_LAUNCH_MS = {PIECE_LAUNCH_MS}",

@@ -93,7 +93,7 @@ def test_codes_that_came_out_worse_are_not_taken(monkeypatch: pytest.MonkeyPatch
     torch.manual_seed(0)
     inputs = [torch.randn(2, 64, SPEC.hidden_size)]
     wanted = compressed("gptq", inputs)
-    monkeypatch.setattr(learned_rounding, "RATE", 100.0)
+    monkeypatch.setattr(learned_rounding, "RATES", (100.0, 50.0))
     made = compressed("round", inputs, steps=2)
     assert made.layer_error == wanted.layer_error
     for name, coded in wanted.coded.items():

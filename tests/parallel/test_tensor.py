@@ -22,7 +22,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.ranks import Ranks
-from tightfit.plan.seconds.tensor import TensorCalls, backward_calls, forward_calls
+from tightfit.plan.seconds.tensor import TensorCalls, forward_calls, recompute_calls, regather_calls
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step
@@ -58,19 +58,13 @@ def test_traffic_is_what_the_planner_counts(sequence_parallel: bool, every: int)
         levers=Levers(checkpoint_every=every),
     )
     recomputed = {0: 0, 1: 3, 2: 2}[every]
-    expected = forward_calls(3, sequence_parallel=sequence_parallel).plus(
-        backward_calls(3, recomputed, sequence_parallel=sequence_parallel)
-    )
+    one_way = forward_calls(3, sequence_parallel=sequence_parallel)
+    again = recompute_calls(recomputed, sequence_parallel=sequence_parallel)
+    regathered = regather_calls(3 - recomputed, sequence_parallel=sequence_parallel)
     calls, rest = counted_calls(case)
-    assert calls == expected
+    assert calls == TensorCalls(*map(sum, zip(one_way, one_way, again, regathered, strict=True)))
     norms = (2 * 3 + 1) * SPEC.hidden_size if sequence_parallel else 0  # once a step, all in one message
     assert +rest == +Counter({("allreduce_", torch.float32): norms})  # the loss's own are inside its operator
-
-
-def test_sent_elements_are_those_of_rings() -> None:
-    whole, split = (forward_calls(2, sequence_parallel=sp) for sp in (False, True))
-    assert whole.sent_elements(100, 4) == split.sent_elements(100, 4) == 5 * 2 * 100 * 3 / 4
-    assert whole.sent_elements(100, 1) == 0
 
 
 def kept_bytes(case: Case) -> int:

@@ -1,26 +1,31 @@
 """The search against trying everything; what it prefers when things are equal; and how quick it is."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.plan.questions import planned, question
 from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import computes_again
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
+from tightfit.jobs.teacher import Teacher
 from tightfit.memory.formulas.training import peak, peaks
 from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
+from tightfit.plan.search.candidate import Candidate
 from tightfit.plan.search.lever_choices import weaker
-from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, Kind, kind_of, search
+from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, LayoutKind, kind_of, search
 
 
-def by_trying_everything(asked: Question) -> dict[Kind, float]:
+def by_trying_everything(asked: Question) -> dict[LayoutKind, float]:
     """The fastest time of every kind over all layouts and levers, without any shortcut."""
     space, machine = asked.space, asked.machine
     costs = Costs(asked.workload, machine)
     room = COMFORT * machine.accelerator.memory_bytes
-    best: dict[Kind, float] = {}
+    best: dict[LayoutKind, float] = {}
     has_host = machine.host_bytes is not None
     pairs = ((layout, levers) for layout in space.layouts() for levers in space.levers_of(layout, host=has_host))
     for layout, levers in pairs:
@@ -157,3 +162,29 @@ def test_large_questions_are_quick() -> None:
     ):
         with within_turns(18 * seconds):
             assert search(asked.space).plans
+
+
+@pytest.mark.parametrize("compared", [{"features": 2}, {"maps": 1}])
+def test_layers_that_a_teacher_compares_are_not_computed_again(compared: dict[str, int]) -> None:
+    """Without that, these rows are planned with layers computed again, which the trainer then refuses."""
+    asked = question("llama-3.2-1b", "RTX-4090", 2048, 16, "layout.micro_batch=8")
+    spec = asked.workload.spec
+
+    def best(teacher: Teacher) -> Candidate | None:
+        return search(replace(asked, workload=replace(asked.workload, teacher=teacher)).space).best
+
+    only_logits = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host"))
+    assert only_logits is not None
+    assert computes_again(only_logits.levers)
+    compares_layers = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host", **compared))
+    assert compares_layers is None or not computes_again(compares_layers.levers)
+
+
+def test_weights_that_shrink_are_not_offloaded() -> None:
+    """Pieces on their way to the host are updated where optimizer.l1 does not reach them: the trainer refuses it."""
+    asked = question("llama-3.1-8b", "RTX-4090", 512, 8)
+    usual = search(asked.space)
+    assert usual.best is not None
+    assert usual.best.levers.offload != "none"
+    shrinking = search(replace(asked, workload=replace(asked.workload, shrinks=True)).space)
+    assert {each.levers.offload for each in (*shrinking.plans, shrinking.nearest)} == {"none"}

@@ -26,7 +26,7 @@ ROUNDING = 1 + 2**-20
 
 
 def error_bound(x: torch.Tensor, form: CacheFormat) -> torch.Tensor:
-    """What cache_format.py promises for each element."""
+    """What serve/cache/codes.py promises for each element."""
     largest = x.abs().amax(-1, keepdim=True)
     if form == "int8":
         return (largest / 254).expand_as(x) * ROUNDING

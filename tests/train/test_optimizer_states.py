@@ -245,7 +245,7 @@ def test_stochastic_rounding_keeps_updates_that_nearest_loses() -> None:
         for _ in range(40):
             layer.weight.grad = torch.full_like(layer.weight, -1.0)
             optimizer.step(2.0**-12)
-        moved[rounding] = float(layer.weight.float().mean()) - 1
+        moved[rounding] = float(layer.weight.detach().float().mean()) - 1
     assert moved["nearest"] == 0
     assert moved["stochastic"] == pytest.approx(40 * 2.0**-12, rel=0.03)
 

@@ -36,7 +36,7 @@ class ResumingCommand(TyperCommand):
 
 
 def start_words(resume: bool, resume_auto: bool, checkpoint: str | None, overwrite: bool) -> list[str]:
-    """The same options as words, for a command line."""
+    """These options as words of a command line."""
     words = ["--resume-auto"] if resume_auto else ["--resume"] if resume else []
     return [*words, *([] if checkpoint is None else ["--from", checkpoint]), *(["--overwrite"] if overwrite else [])]
 

@@ -2,7 +2,7 @@
 
 FSDP2 makes each parameter a DTensor sharded along dimension 0, as `torch.chunk` would: ranks hold equal numbers of rows
 except the last ones, which may hold fewer or none. A tensor rank's shard is a plain tensor, smaller than the model's
-spec says, so that DDP, FSDP2 and fused kernels see nothing unusual; its `Split` is kept beside the model, and
+spec says, so that DDP, FSDP2 and fused kernels see nothing unusual; its `ParameterSplit` is kept beside the model, and
 `as_dtensor` makes a DTensor of it, together with FSDP2's placement where there is one. All functions take plain tensors
 too and treat them as whole. Filling needs no communication: each rank has the whole value and keeps its shard.
 """
@@ -27,7 +27,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 
 @dataclass(frozen=True)
-class Split:
+class ParameterSplit:
     """How tensor or expert parallelism splits one parameter over a mesh axis, inside what FSDP2 splits again."""
 
     mesh: DeviceMesh
@@ -40,11 +40,11 @@ class Split:
     """Of the whole parameter along that dimension."""
     partial_gradient: bool = False
     """Whether gradients must be summed over the axis."""
-    outer: "Split | None" = None
+    outer: "ParameterSplit | None" = None
     """Where two axes split a parameter, the outer one: expert ranks have experts, tensor ranks columns of each."""
 
     @property
-    def cuts(self) -> "tuple[Split, ...]":
+    def cuts(self) -> "tuple[ParameterSplit, ...]":
         """The splits of every axis, outermost first."""
         outer = () if self.outer is None else self.outer.cuts
         return outer if self.dim is None else (*outer, self)
@@ -54,7 +54,7 @@ class Split:
         """Axes that gradients must be summed over."""
         return (self.mesh,) if self.partial_gradient else ()
 
-    def placed(self, cuts: "Sequence[Split]") -> tuple[DeviceMesh, list[Any]]:
+    def placed(self, cuts: "Sequence[ParameterSplit]") -> tuple[DeviceMesh, list[Any]]:
         """The mesh of `cuts`, and a placement for each of its axes."""
         from torch.distributed.tensor import Replicate, Shard
 
@@ -70,7 +70,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class BlockSplit(Split):
+class BlockSplit(ParameterSplit):
     """How the axes of a mesh of tensor ranks split one parameter; gradients are partial over axes that do not.
 
     Where two axes split the same dimension, the inner one splits it first and the outer one splits its parts.
@@ -84,12 +84,12 @@ class BlockSplit(Split):
     """Of the whole parameter."""
 
     @property
-    def cuts(self) -> tuple[Split, ...]:
+    def cuts(self) -> tuple[ParameterSplit, ...]:
         """A split per axis that splits, outermost first."""
-        shape, found = list(self.shape), list[Split]()
+        shape, found = list(self.shape), list[ParameterSplit]()
         for axis, dim in reversed(list(zip(self.axes, self.dims, strict=True))):
             if dim is not None:
-                found.insert(0, Split(mesh=axis, grid=self.grid, dim=dim, size=shape[dim]))
+                found.insert(0, ParameterSplit(mesh=axis, grid=self.grid, dim=dim, size=shape[dim]))
                 shape[dim] = found[0].bounds()[1]
         return tuple(found)
 
@@ -98,7 +98,7 @@ class BlockSplit(Split):
         """Axes of several ranks that have copies, made from different rows or heads."""
         return tuple(axis for axis, dim in zip(self.axes, self.dims, strict=True) if dim is None and axis.size() > 1)
 
-    def placed(self, cuts: Sequence[Split]) -> tuple[DeviceMesh, list[Any]]:
+    def placed(self, cuts: Sequence[ParameterSplit]) -> tuple[DeviceMesh, list[Any]]:
         """All axes, and a placement for each."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.placement_types import _StridedShard
@@ -123,13 +123,13 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return first, min(each, size - first)
 
 
-def splits_of(model: nn.Module) -> Mapping[str, Split]:
+def splits_of(model: nn.Module) -> Mapping[str, ParameterSplit]:
     """The split of each parameter by name; empty without tensor or expert parallelism."""
-    found: Mapping[str, Split] = vars(model).get(REGISTRY, {})
+    found: Mapping[str, ParameterSplit] = vars(model).get(REGISTRY, {})
     return found
 
 
-def remember_splits(model: nn.Module, splits: Mapping[str, Split]) -> None:
+def remember_splits(model: nn.Module, splits: Mapping[str, ParameterSplit]) -> None:
     """Keep `splits` with the model, in place of earlier ones; its state dict has DTensors from now on."""
     is_hooked = REGISTRY in vars(model)
     vars(model)[REGISTRY] = dict(splits)
@@ -167,7 +167,7 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
-def as_dtensor(tensor: Tensor, split: Split | None) -> Tensor:
+def as_dtensor(tensor: Tensor, split: ParameterSplit | None) -> Tensor:
     """A parameter, its gradient or a state of it as a DTensor of the whole; unchanged where it is not split."""
     cuts = () if split is None else tuple(cut for cut in split.cuts if cut.dim is not None and cut.dim < tensor.ndim)
     if split is None or not cuts:
@@ -188,13 +188,13 @@ def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
     return DTensor(part, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
-def _without_fsdp(split: Split) -> DeviceMesh:
+def _without_fsdp(split: ParameterSplit) -> DeviceMesh:
     """The mesh of two axes that split a parameter; `outer.grid` is that where FSDP2 does not split it again."""
     assert split.outer is not None
     return split.outer.grid
 
 
-def _whole_shape(shape: list[int], cuts: Sequence[Split]) -> list[int]:
+def _whole_shape(shape: list[int], cuts: Sequence[ParameterSplit]) -> list[int]:
     """Of a shard of `shape` as the cuts left it, or of a state that has fewer numbers along a dimension."""
     for cut in cuts:
         assert cut.dim is not None
@@ -203,7 +203,7 @@ def _whole_shape(shape: list[int], cuts: Sequence[Split]) -> list[int]:
     return shape
 
 
-def _strided(placements: Any, cuts: Sequence[Split]) -> list[Any]:
+def _strided(placements: Any, cuts: Sequence[ParameterSplit]) -> list[Any]:
     """FSDP2's placements where it shards a dimension that is already split."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -214,7 +214,7 @@ def _strided(placements: Any, cuts: Sequence[Split]) -> list[Any]:
     return [after(placement) for placement in placements]
 
 
-def shard_count(tensor: Tensor, split: Split | None) -> int:
+def shard_count(tensor: Tensor, split: ParameterSplit | None) -> int:
     """Different shards of a parameter; each is replicated on (ranks / this) ranks."""
     found = 1 if split is None else math.prod(cut.mesh.size() for cut in split.cuts)
     if is_shard(tensor):

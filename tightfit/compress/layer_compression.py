@@ -165,6 +165,7 @@ class _LayerWork:
         for name, weight in learned.items():
             self.coded[name] = weight
             linear(self.layer, name).weight.copy_(weight.dequantize())
+        self.originals.clear()
 
     def compressed(self, name: str, weight: Tensor, seen: InputStatistics | None) -> tuple[Tensor, CodedWeight | None]:
         """One matrix pruned and coded, where the recipe says so."""

@@ -9,8 +9,8 @@ u is w / S where that rounds to GPTQ's code, else a number near its code's end. 
 GPTQ's codes most gradients are noise, and Adam averages it out. The rate falls to zero; f multiplies the scale of a
 group. Tokens count alike, as a few have many times the others' magnitude.
 
-A layer whose error over all calibration rows did not fall keeps GPTQ's codes. Integers only; experts, which compute
-apart, keep GPTQ's codes too.
+A layer whose error over all calibration rows fell at neither rate keeps GPTQ's codes. Integers only; experts, which
+compute apart, keep GPTQ's codes too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,10 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.rounding import store_scales
 
-RATE = 0.25
-"""Adam's rate for u times steps: how far a number goes whose gradients agree, were the rate constant."""
+RATES = (1.0, 0.25)
+"""Adam's rate for u times steps: how far a number goes whose gradients agree, were the rate constant. Perplexity of
+SmolLM2-135M in 2 bits at rates of 0.25, 1 and 2.5: 105, 64.6 and 75.2. The second is for layers that the first does not
+better."""
 SCALE_RATE = 0.1
 """The rate of f beside that of u."""
 EDGE = 0.3
@@ -130,10 +132,27 @@ class LayerTask:
 
 
 def learn_rounding(
-    task: LayerTask, coded: Mapping[str, CodedWeight], weights: dict[str, Tensor], *, steps: int, seed: int
+    task: LayerTask, coded: Mapping[str, CodedWeight], weights: Mapping[str, Tensor], *, steps: int, seed: int
 ) -> dict[str, CodedWeight]:
-    """Better codes for matrices with float32 `weights`, which are used up; those of `coded` where none were found."""
-    learned = {name: LearnedMatrix.of(coded[name], weights.pop(name)) for name in coded}
+    """Better codes for matrices with float32 `weights`; those of `coded` where none were found."""
+    error = task.total_error(coded)
+    for rate in RATES:
+        learned = _learned(task, coded, weights, rate=rate, steps=steps, seed=seed)
+        if task.total_error(learned) < error:
+            return learned
+    return dict(coded)
+
+
+def _learned(
+    task: LayerTask,
+    coded: Mapping[str, CodedWeight],
+    weights: Mapping[str, Tensor],
+    *,
+    rate: float,
+    steps: int,
+    seed: int,
+) -> dict[str, CodedWeight]:
+    learned = {name: LearnedMatrix.of(coded[name], weights[name]) for name in coded}
     matrices = list(learned.values())
     optimizer = torch.optim.Adam(
         [
@@ -145,7 +164,7 @@ def learn_rounding(
     chance = torch.Generator().manual_seed(seed)
     for number in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = group["share"] * RATE / steps * (1 - number / steps)
+            group["lr"] = group["share"] * rate / steps * (1 - number / steps)
         x, wanted = task.some_rows(chance)
         with torch.enable_grad():
             made = {f"{name}.weight": matrix.rounded() for name, matrix in learned.items()}
@@ -155,5 +174,4 @@ def learn_rounding(
         optimizer.zero_grad()
         for matrix in matrices:
             matrix.clamp()
-    finished = {name: matrix.finished() for name, matrix in learned.items()}
-    return finished if task.total_error(finished) < task.total_error(coded) else dict(coded)
+    return {name: matrix.finished() for name, matrix in learned.items()}

@@ -236,8 +236,8 @@ def _originals(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
 def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[Line]:
     """A step of learned rounding inside the MLP's backward pass, behind it, or at its end.
 
-    Places u, Adam's two moments and rounded ŵ of all matrices are there throughout, gradients from where the backward
-    pass has come. In the MLP there are gate, its activation, up and the gradients of the three.
+    Weights as they were, places u, Adam's two moments and rounded ŵ of all matrices are there throughout, gradients
+    from where the backward pass has come. In the MLP there are gate, its activation, up and the gradients of the three.
     """
     sizes = _learned_sizes(spec, recipe, layer)
     if not sizes:
@@ -245,12 +245,12 @@ def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[
     mlp = sum(size for name, size in sizes.items() if ".mlp." in name)
     attention_kept = 5 * spec.hidden_size + 2 * spec.query_size + 2 * spec.kv_size
     moments = (
-        (4 * sum(sizes.values()), attention_kept + 5 * spec.hidden_size + 6 * _width(spec)),
-        (4 * sum(sizes.values()) + mlp, attention_kept + spec.hidden_size),
-        (5 * sum(sizes.values()) + max(sizes.values()), 3 * spec.hidden_size),
+        (5 * sum(sizes.values()), attention_kept + 5 * spec.hidden_size + 6 * _width(spec)),
+        (5 * sum(sizes.values()) + mlp, attention_kept + spec.hidden_size),
+        (6 * sum(sizes.values()) + max(sizes.values()), 3 * spec.hidden_size),
     )
     weights, kept = max(moments, key=lambda moment: moment[0] + moment[1] * tokens)
-    why = "u, ŵ, Adam's moments and gradients: 4 to 5 · 4 P"
+    why = "w, u, ŵ, Adam's moments and gradients: 5 to 6 · 4 P"
     return [
         Line(component="workspace", phase="coding", bytes=FLOAT * weights, detail="learned rounding", why=why),
         Line(

@@ -10,7 +10,7 @@ Number = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class PeakRates:
     """Dense TFLOP/s (TOP/s for int8) with float32 accumulation; None where the card has no such unit."""
 
     fp32: float
@@ -38,7 +38,7 @@ class Accelerator:
     memory_gb: int
     form: str
     bandwidth_gb_s: float
-    rates: Rates
+    rates: PeakRates
     host_link: str
     peer_link: str
     """Between the cards of a node: a fabric, or the PCIe that also leads to the host."""

@@ -79,7 +79,7 @@ class Calibration:
                 raise ValueError(f"{name} is {rate!r}")
 
     def efficiency(self, card: Accelerator) -> Efficiency:
-        """The same as shares of the card's peaks, which is what costs count with."""
+        """The measured rates as shares of the card's peaks, which is what costs count with."""
         return replace(
             MEASURED,
             narrow=self._shares(card, MEASURED.narrow, ("bf16", "fp16")),

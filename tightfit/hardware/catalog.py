@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.hardware.accelerator import Accelerator, Rates
+from tightfit.hardware.accelerator import Accelerator, PeakRates
 
 CARDS = Path(__file__).parent / "cards.csv"
-RATES = tuple(Rates.__dataclass_fields__)
+RATES = tuple(PeakRates.__dataclass_fields__)
 
 
 def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
@@ -30,7 +30,7 @@ def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
         memory_gb=int(given["memory_gb"]),
         form=given["form"],
         bandwidth_gb_s=float(given["bandwidth_gb_s"]),
-        rates=Rates(**{name: float(given[name]) for name in RATES if name in given}),
+        rates=PeakRates(**{name: float(given[name]) for name in RATES if name in given}),
         host_link=given["host_link"],
         peer_link=given["peer_link"],
         network=given.get("network"),
@@ -43,7 +43,7 @@ def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
 
 
 def row_of_accelerator(card: Accelerator) -> dict[str, Any]:
-    """The same as a row, without what is unknown."""
+    """An accelerator as a row of the catalogue, without what is unknown."""
     row = {name: value for name, value in asdict(card).items() if name != "rates"} | asdict(card.rates)
     return {name: value for name, value in row.items() if value is not None and value != ""}
 

@@ -11,7 +11,7 @@ sums; GeForce cards have half of them). Read through libcuda by ctypes: torch is
 import ctypes
 from dataclasses import dataclass
 
-from tightfit.hardware.accelerator import Accelerator, Rates
+from tightfit.hardware.accelerator import Accelerator, PeakRates
 
 MULTIPROCESSORS, CLOCK_KHZ, MEMORY_CLOCK_KHZ, BUS_BITS, MAJOR, MINOR = 16, 13, 36, 37, 75, 76
 """Numbers of CUdevice_attribute."""
@@ -87,7 +87,7 @@ def accelerator_of_driver(name: str, total_mib: int, facts: DriverFacts) -> Acce
         memory_gb=round(total_mib * 2**20 / 1e9),
         form="pcie",
         bandwidth_gb_s=2 * facts.memory_clock_khz * 1e3 * facts.bus_bits / 8 / 1e9,
-        rates=Rates(
+        rates=PeakRates(
             fp32=cycles * 2 * generation.cores,
             fp16=fp16,
             bf16=fp16 if generation.has_bf16 else None,

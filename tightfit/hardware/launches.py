@@ -30,6 +30,7 @@ LAYER: dict[str, Launch] = {
     "matmul=fp8-tensor": Launch(3.285, 3.423),
     "matmul=fp8-row": Launch(3.491, 3.050),
     "update_in_backward=true": Launch(1.280, 3.602),
+    "update_in_backward=true checkpoint_every=1": Launch(1.893, 7.126),
     "offload=optimizer": Launch(1.607, 1.552),
 }
 """By levers, as calibration.csv names them."""
@@ -47,11 +48,9 @@ NORM, BIAS = Launch(0.199, 0.183), Launch(0.017, 0.051)
 """Of one norm more than two in a layer (of queries and keys, or after blocks), and of a bias."""
 EXPERTS, ROPE_AND_GATE = Launch(1.254, 1.150), Launch(0.481, 0.532)
 """Of routing tokens to experts beyond a plain MLP, and of what GPT-2's layers lack."""
-TENSOR_UPDATE_MS = 0.217
-"""Of updating one tensor inside backward: of "update_in_backward=true", what it adds for a layer's nine."""
-BUSY_UPDATE_MS = 0.065
-"""Of each such update more where the card is busy meanwhile: what steps of GPT-2 and Gemma 2 took longer than layers so
-narrow that the card waits (family_truth.csv)."""
+VECTOR_UPDATE_MS, HEAD_NORM_UPDATE_MS, BLOCK_NORM_UPDATE_MS = 0.117, 0.156, 0.618
+"""Of updating inside backward one tensor more than a Llama layer's nine: a bias, a norm of queries or keys, and a norm
+after a block."""
 USUAL_TENSORS = 9
 UPDATE_REST_MS = 1.544
 UPDATE_MS: dict[str, float] = {"": 0.316, "optimizer_states=8bit": 0.660, "optimizer_states=factored": 3.042}

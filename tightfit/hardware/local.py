@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tightfit.errors import UserError
-from tightfit.hardware.accelerator import Accelerator, Rates
+from tightfit.hardware.accelerator import Accelerator, PeakRates
 from tightfit.hardware.calibration import CPU, Calibration, read_calibrations
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.driver import DriverFacts, accelerator_of_driver, driver_facts
@@ -40,7 +40,7 @@ def _cpu_machine(calibration: Calibration, host_memory: str | int | None) -> Mac
     host = parse_machine("T4", _host_bytes() if host_memory is None else host_memory).host_bytes
     if host is None:
         raise UserError("this machine does not say how much memory it has; give --host-memory")
-    rates = Rates(fp32=calibration.products_tflop_s["fp32"], bf16=calibration.products_tflop_s.get("bf16"))
+    rates = PeakRates(fp32=calibration.products_tflop_s["fp32"], bf16=calibration.products_tflop_s.get("bf16"))
     card = Accelerator(
         family="CPU",
         memory_gb=round(host / 1e9),

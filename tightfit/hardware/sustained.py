@@ -40,7 +40,7 @@ class Reference:
 
     @property
     def watts_per_tflop_s(self) -> float:
-        """Of its peak."""
+        """Watts that the card is allowed for each TFLOP/s of its peak."""
         return self.watts / self.peak_tflop_s
 
 

@@ -92,7 +92,7 @@ class AdapterTraining(Section):
         )
 
     def on(self, source: str, spec: ModelSpec) -> "Adapted | None":
-        """The same on the model at `source`, whose shape is `spec`."""
+        """These adapters on the model at `source`, whose shape is `spec`."""
         return None if self.rank is None else self.adapted(compressed_base(source, spec), spec=spec)
 
 
@@ -155,12 +155,12 @@ class Adapted:
         coded_bytes = by_scheme if self.base.coded_bytes is None else self.base.coded_bytes
         return coded_bytes + element_bytes * (spec.params() - coded)
 
-    def expanded_bytes(self, outputs: int, inputs: int, element_bytes: int, made_bytes: int) -> int:
-        """What multiplying by a frozen matrix takes beside it: itself expanded, or the way there, if that is more than
-        it and the `made_bytes` of the product, which comes after."""
+    def expanded_bytes(self, outputs: int, inputs: int, element_bytes: int, result_bytes: int) -> int:
+        """What multiplying by a frozen matrix takes beside its codes: the expanded matrix; or what expanding takes, if
+        that is more than the matrix and the `result_bytes` of the product, which is made afterwards."""
         scheme, count = self.base.scheme, outputs * inputs
         if scheme is None:
             return 0
         # products of rounded inputs take codes as they are, but gradients of inputs take numbers
-        way_bytes = UNREAD_BYTES * count if scheme.activations is not None else scheme.expanded_bytes(outputs, inputs)
-        return max(element_bytes * count, way_bytes - made_bytes)
+        expanding_bytes = UNREAD_BYTES * count if scheme.activations else scheme.expanded_bytes(outputs, inputs)
+        return max(element_bytes * count, expanding_bytes - result_bytes)

@@ -46,7 +46,7 @@ def _nothing(levers: "Levers") -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LeverRow:
-    """One lever."""
+    """What everybody needs to know of one lever."""
 
     name: str
     words: "Callable[[Levers], str]" = _silent

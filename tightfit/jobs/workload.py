@@ -32,6 +32,8 @@ class Workload:
     """How weights are rounded while they are trained."""
     adapted: Adapted | None = None
     """Adapters that are trained on top of a frozen model."""
+    shrinks: bool = False
+    """Whether every step moves weights towards zero (optimizer.l1)."""
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 2), ("global_batch", 1)):
@@ -56,6 +58,7 @@ class Workload:
             precision=precision,
             rounding=job.quantize.rounding,
             adapted=job.adapter.on(job.model.source, spec),
+            shrinks=job.optimizer.l1 > 0,
         )
 
     @property
@@ -103,10 +106,10 @@ def teacher_of(job: "Job", spec: ModelSpec, precision: PrecisionName) -> Teacher
 
 
 def with_teacher(workload: Workload, job: "Job") -> Workload:
-    """`workload` with the teacher of `job`, its rounded weights and its adapters, where it has such; without torch, so
-    of a directory or a preset's shape."""
+    """`workload` with what `job` trains besides: its teacher, rounded weights, adapters and L1; without torch, so of a
+    directory or a preset's shape."""
     adapted = job.adapter.on(job.model.source, workload.spec)
-    workload = replace(workload, rounding=job.quantize.rounding, adapted=adapted)
+    workload = replace(workload, rounding=job.quantize.rounding, adapted=adapted, shrinks=job.optimizer.l1 > 0)
     if job.distill.teacher is None:
         return workload
     spec = resolve_spec(job.model.source if job.distill.teacher == SELF else job.distill.teacher)

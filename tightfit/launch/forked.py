@@ -65,7 +65,7 @@ class Forked:
 
     @property
     def running(self) -> list[Any]:
-        """Those that have begun and not ended."""
+        """Processes that have begun and not ended."""
         return [process for process in self.processes if process.pid is not None and process.exitcode is None]
 
     @property

@@ -11,10 +11,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tightfit.jobs.precision import FLOAT32_BYTES
+
 Format = Literal["exact", "fp8"]
 LARGEST = 448.0
 ROWS_BYTES = 32 * 2**20
-WIDE = 4
 
 
 def stored(x: Tensor, form: Format) -> tuple[Tensor, ...]:
@@ -42,5 +43,5 @@ def restored(parts: tuple[Tensor, ...], shape: torch.Size, dtype: torch.dtype) -
 
 
 def _chunks(rows: Tensor) -> list[slice]:
-    step = max(1, ROWS_BYTES // (WIDE * rows.shape[1]))
+    step = max(1, ROWS_BYTES // (FLOAT32_BYTES * rows.shape[1]))
     return [slice(begin, begin + step) for begin in range(0, len(rows), step)]

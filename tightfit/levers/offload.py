@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.offload import offloads_states, offloads_weights, put_off_bytes, whole_that_fit
+from tightfit.levers.policy.offload import deferred_bytes, offloads_states, offloads_weights, whole_that_fit
 
 LAYERS = "layers."
 HOST = torch.device("cpu")
@@ -63,5 +63,5 @@ def _deferred(named: Sequence[tuple[str, Tensor]], levers: Levers, found: dict[s
     if not levers.update_in_backward:
         return {}
     away = [(name, each) for name, each in reversed(named) if name.startswith(LAYERS) and found[name].states_offloaded]
-    count = whole_that_fit((each.nbytes for _, each in away), put_off_bytes(levers.offload_gradient_bytes))
+    count = whole_that_fit((each.nbytes for _, each in away), deferred_bytes(levers.offload_gradient_bytes))
     return {name: replace(found[name], deferred=True) for name, _ in away[:count]}

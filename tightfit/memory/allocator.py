@@ -56,7 +56,7 @@ class PlainAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """The same: nothing is cached."""
+        """What is allocated: nothing is cached."""
         return self.allocated_bytes
 
     def allocate(self, wanted_bytes: int, stream: int = 0) -> int:

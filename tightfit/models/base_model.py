@@ -20,13 +20,13 @@ class BaseModel:
     source: str
     digest: str
     scheme: dict[str, Any] | None = None
-    """How its plain linear layers were rounded as they were loaded, as fields of a Scheme,"""
+    """How its plain linear layers were rounded as they were loaded, as fields of a Scheme."""
     dtype: str = "float32"
-    """from numbers of this dtype."""
+    """Of its numbers before they were rounded."""
 
     @property
     def rounding(self) -> Scheme | None:
-        """The same as a Scheme."""
+        """The scheme in which its linear layers were rounded as they were loaded; None where they were not."""
         return None if self.scheme is None else Scheme(**self.scheme)
 
 

@@ -109,9 +109,9 @@ class RoutedMlp(nn.Module):
         if spec.experts.corrected:
             self.correction = nn.Parameter(torch.zeros(spec.experts.count), requires_grad=False)
         self.load: Tensor | None = None
-        """Tokens that training has sent to each expert, [E], since it was last set to zero,"""
+        """Tokens that training has sent to each expert, [E], since it was last set to zero."""
         self.corrected_load: Tensor | None = None
-        """and what it was when the choice of experts was last corrected (train/expert_load.py)."""
+        """`load` as it was when the choice of experts was last corrected (train/expert_load.py)."""
         self.dropped: Tensor | None = None
         """Of `load`, the tokens that experts had no room for."""
 

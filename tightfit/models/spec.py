@@ -51,13 +51,13 @@ class Experts:
     score: Score = "softmax"
     """How the router's logits become scores, over all experts."""
     normalise: bool = True
-    """Whether the weights of a token's experts are made to sum to 1,"""
+    """Whether the weights of a token's experts are made to sum to 1."""
     scale: float = 1.0
-    """and what they are multiplied by."""
+    """What the weights of a token's experts are multiplied by."""
     groups: int = 1
-    """Experts are in so many groups, in order,"""
+    """Experts are in so many groups, in order."""
     chosen_groups: int = 1
-    """and a token's are all in so many of them: those whose best expert (corrected: whose best two) score highest."""
+    """A token's experts are in so many groups: those whose best expert (corrected: whose best two) score highest."""
     router_bias: bool = False
     """Whether the router has a bias (gpt-oss)."""
     corrected: bool = False

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.collectives.shards import Split, is_shard, remember_splits, splits_of
+from tightfit.collectives.shards import ParameterSplit, is_shard, remember_splits, splits_of
 from tightfit.kernels.gather_rows import gather_rows
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
 from tightfit.kernels.routed_mlp import Routing, by_row, combine, route
@@ -71,15 +71,15 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, ExpertWeights]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, ExpertWeights))
 
 
-def _split(axes: ExpertAxes, tensor: Split | None, count: int) -> Split:
+def _split(axes: ExpertAxes, tensor: ParameterSplit | None, count: int) -> ParameterSplit:
     """How one parameter of stacked experts is split, which tensor parallelism may have split already."""
     if tensor is None:
-        return Split(mesh=axes.expert, grid=axes.grid, dim=0, size=count)
-    outer = Split(mesh=axes.expert, grid=axes.cuts, dim=0, size=count)
+        return ParameterSplit(mesh=axes.expert, grid=axes.grid, dim=0, size=count)
+    outer = ParameterSplit(mesh=axes.expert, grid=axes.cuts, dim=0, size=count)
     return replace(tensor, grid=axes.grid, outer=outer)
 
 
-def _expert_cut(split: Split) -> Split:
+def _expert_cut(split: ParameterSplit) -> ParameterSplit:
     return split if split.outer is None else split.outer
 
 

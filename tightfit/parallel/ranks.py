@@ -1,8 +1,8 @@
 """Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
 On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over ranks that have pieces
-of the same rows: `sum_pieces`. Over all processes of a run, of every axis: `first`, `sum_over_all`, `max`, `broadcast`,
-`barrier`.
+of the same rows: `sum_pieces`; over both: `sum_over_batch`. Over all processes of a run, of every axis: `first`,
+`sum_over_all`, `max`, `broadcast`, `barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.
@@ -77,6 +77,10 @@ class Ranks:
     def sum_pieces(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
         return _summed(tensor, self.pieces, self.pieces_group)
+
+    def sum_over_batch(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks that have rows of the batch, or pieces of rows."""
+        return self.sum_pieces(self.sum(tensor))
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:
         """The sum over all processes; alone, the tensor itself."""

@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.kernels.flash_attention import attend_and_save, fake_attended, like_rows
 from tightfit.kernels.join_parts import add_rows, join_
 from tightfit.kernels.operators import operator
 from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
 
-WIDE = 4
 """Bytes of a float32."""
 
 
@@ -134,7 +134,7 @@ class _RowSums:
             if self.result is None:
                 self.result = torch.empty_like(self.sums, dtype=self.dtype)
             return before, self.result[:, :, start:]
-        if self.step == 1 and self.dtype.itemsize < WIDE:
+        if self.step == 1 and self.dtype.itemsize < FLOAT32_BYTES:
             self.offset, self.sums = start, torch.empty_like(before, dtype=torch.float32)
             self.result = self.result if start else None
         return before, self.sums[:, :, start - self.offset :]
@@ -253,8 +253,8 @@ def _fake_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> tuple[Ten
 
 def _forward_scratch(query: Tensor, key: Tensor, *_: Any) -> int:
     """Keys and values at hand and arriving; beside the result a part's output and, of 16 bits, the float32 sum."""
-    narrow = query.element_size() < WIDE
-    return 4 * key.numel() * key.element_size() + query.numel() * (query.element_size() + WIDE * narrow)
+    narrow = query.element_size() < FLOAT32_BYTES
+    return 4 * key.numel() * key.element_size() + query.numel() * (query.element_size() + FLOAT32_BYTES * narrow)
 
 
 def _backward_scratch(d_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
@@ -263,9 +263,9 @@ def _backward_scratch(d_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int
     And what fused attention's backward takes (memory/cuda_rules.py): dQ in float32, and dK and dV of every head.
     """
     grouped = query.shape[1] != key.shape[1]
-    kernel_bytes = query.numel() * (WIDE + 2 * query.element_size() * grouped)
-    passing_bytes = 6 * key.numel() * key.element_size() + 4 * WIDE * key.numel()
-    return passing_bytes + WIDE * query.numel() + kernel_bytes
+    kernel_bytes = query.numel() * (FLOAT32_BYTES + 2 * query.element_size() * grouped)
+    passing_bytes = 6 * key.numel() * key.element_size() + 4 * FLOAT32_BYTES * key.numel()
+    return passing_bytes + FLOAT32_BYTES * query.numel() + kernel_bytes
 
 
 class _RingAttention(torch.autograd.Function):

@@ -45,7 +45,7 @@ from tightfit.collectives.conjugate import (
     reduce_scatter,
     split_tokens,
 )
-from tightfit.collectives.shards import Split, local, remember_splits, splits_of
+from tightfit.collectives.shards import ParameterSplit, local, remember_splits, splits_of
 from tightfit.errors import UserError
 from tightfit.jobs.rules.shapes import uneven_share
 from tightfit.kernels.vocab_parallel import VocabularyRows, embed_own_rows
@@ -83,20 +83,22 @@ def tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool
         splits["head.weight"] = splits["embed.weight"]
     remember_splits(model, splits)
     exchange = SequenceExchange(axis.get_group()) if sequence_parallel else Exchange(axis.get_group())
-    first, count = Split(mesh=axis, grid=grid, dim=0, size=model.spec.vocab_size).bounds()
+    first, count = ParameterSplit(mesh=axis, grid=grid, dim=0, size=model.spec.vocab_size).bounds()
     _hook(model, exchange, VocabularyRows(model.spec.vocab_size, first, count, exchange.group.group_name))
     _gather_kv_heads(model, axis.size())
 
 
-def _split(name: str, p: nn.Parameter, axis: DeviceMesh, grid: DeviceMesh, *, sequence_parallel: bool) -> Split:
+def _split(
+    name: str, p: nn.Parameter, axis: DeviceMesh, grid: DeviceMesh, *, sequence_parallel: bool
+) -> ParameterSplit:
     dim = next((dim for pattern, dim in CUTS if re.search(pattern, name)), None)
     by_tokens = sequence_parallel and re.search(PARTIAL_BY_TOKENS, name)
     partial_gradient = bool(re.search(ALWAYS_PARTIAL, name) or by_tokens)
     size = 0 if dim is None else p.shape[dim]
-    return Split(mesh=axis, grid=grid, dim=dim, size=size, partial_gradient=partial_gradient)
+    return ParameterSplit(mesh=axis, grid=grid, dim=dim, size=size, partial_gradient=partial_gradient)
 
 
-def _cut(model: nn.Module, name: str, split: Split) -> None:
+def _cut(model: nn.Module, name: str, split: ParameterSplit) -> None:
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     whole = getattr(owner, leaf)

@@ -58,7 +58,7 @@ class Question:
         return SearchSpace(self.workload, self.machine, pins, self.lossy)
 
     def with_adapters(self, fields: Mapping[str, int]) -> "Question":
-        """The same with adapters on the model; `fields` are those of a job's section."""
+        """This question with adapters on the model; `fields` are those of a job's section `adapter`."""
         workload = self.workload
         if (engine := workload.engine_name) != "tightfit":
             raise UserError(f"--adapter is planned for tightfit's own engine, but --engine is {engine}; leave one out")

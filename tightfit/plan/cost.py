@@ -35,7 +35,7 @@ from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
-from tightfit.plan.seconds.context import context_ring, head_exchange
+from tightfit.plan.seconds.context import context_ring, head_exchange_s
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
@@ -128,21 +128,23 @@ class LayoutCost:
         self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
         length = workload.sequence_length
         counts = layer_counts(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
-        at_head = counts[0 if layout.in_v else -1]
+        layers_with_head = counts[0 if layout.in_v else -1]
         self.layers = max(counts)
         self.layer = layer = costs.layer(layout)
         self.params, self.data = costs.data(layout, self.layers)
         self.teacher_s = teacher_s(workload, costs.machine, costs.rates, layout)
 
         # The slowest pipeline rank has most layers, or the last ones and the head.
-        self.forward_s = max(self.layers * layer.forward_s, at_head * layer.forward_s + layer.head_forward_s)
-        self.backward_s = max(self.layers * layer.backward_s, at_head * layer.backward_s + layer.head_backward_s)
+        with_head_forward_s = layers_with_head * layer.forward_s + layer.head_forward_s
+        with_head_backward_s = layers_with_head * layer.backward_s + layer.head_backward_s
+        self.forward_s = max(self.layers * layer.forward_s, with_head_forward_s)
+        self.backward_s = max(self.layers * layer.backward_s, with_head_backward_s)
 
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
         self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
         self.tensor = self._tensor_traffic(counts, hidden_bytes)
         context = {"tokens": layer.tokens, "bytes_s": costs.rates.bytes_s}
-        exchange_s = head_exchange(costs.group, workload, layout, **context).one_way_s
+        exchange_s = head_exchange_s(costs.group, workload, layout, **context)
         ring = context_ring(costs.group, workload, layout, **context)
         self.context_forward_s = self.layers * (exchange_s + ring.forward_s(layer.attention.forward_s))
         self.context_backward_s = self.layers * (exchange_s + ring.backward_s(layer.attention.backward_s))
@@ -184,32 +186,32 @@ class LayoutCost:
         # One micro-batch: the card's own work, and what it waits for the host to launch.
         forward_s, backward_s = self._compute_s(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
-        update = self._update_s(levers)
-        host = self._replay_s() if self.is_captured(levers) else self._host_s(levers, again, costs.launch_share)
-        card_backward_s = backward_s + again.seconds
-        waits = self._waits_s(levers, host, forward_s=forward_s, backward_s=card_backward_s, update_s=update)
-        waits_s = sum(waits)
+        update_s = self._update_s(levers)
+        launches_s = self._replay_s() if self.is_captured(levers) else self._host_s(levers, again, costs.launch_share)
+        forward_wait_s, backward_wait_s = self._waits_s(
+            levers, launches_s, forward_s=forward_s, backward_s=backward_s + again.seconds, update_s=update_s
+        )
+        waits_s = forward_wait_s + backward_wait_s
 
-        # And its traffic that waits in line.
-        kept_share = 1 - again.share
-        regather_s = exposed_s(kept_share * self.tensor.regather_s, backward_s, 2 * self.layers)
+        # Its traffic that waits in line.
+        regather_s = exposed_s((1 - again.share) * self.tensor.regather_s, backward_s, 2 * self.layers)
         whole_forward_s = forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
         whole_backward_s = backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
         sends_s = 2 * self.send_s
-        exposed_share = 1 - costs.workload.engine.tensor_hidden_share
 
         # Of the step, what hides behind these.
-        hiding_s = whole_backward_s + again.seconds + waits_s
+        hiding_backward_s = whole_backward_s + again.seconds + waits_s
+        reference_launches_s = sum(self._reference_host_s(levers, again))
         return StepTime(
             compute_s=micro * (forward_s + backward_s),
             recompute_s=micro * again.seconds,
-            launch_s=max(micro * waits_s, self._idle_s(levers, micro * sum(self._reference_host_s(levers, again)))),
-            tensor_s=self.tensor.once_s
-            + micro
-            * (exposed_share * (2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s) + regather_s),
+            launch_s=max(micro * waits_s, self._idle_s(levers, micro * reference_launches_s)),
+            tensor_s=self.tensor.once_s + micro * (self._exposed_tensor_s(again) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
             expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
-            data_s=self.data.step_s(layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_s),
+            data_s=self.data.step_s(
+                layout, micro_batches=micro, forward_s=whole_forward_s, backward_s=hiding_backward_s
+            ),
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(
                 layout,
@@ -221,14 +223,23 @@ class LayoutCost:
             offload_s=self.offload.step_s(
                 levers,
                 checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
-                passes_s=(whole_forward_s + waits[0], whole_backward_s + again.seconds + waits[1]),
-                host_s=host,
+                passes_s=(whole_forward_s + forward_wait_s, whole_backward_s + again.seconds + backward_wait_s),
+                host_s=launches_s,
                 host_share=costs.host_share,
             ),
-            optimizer_s=update if self._updates_unseen(levers) else max(update, self._update_launch_s(levers)),
+            optimizer_s=self._optimizer_s(levers, update_s),
             straggler_s=straggler_share(layout.ranks) * micro * (forward_s + backward_s + again.seconds),
             teacher_s=micro * self.teacher_s,
         )
+
+    def _exposed_tensor_s(self, again: Recompute) -> float:
+        """A micro-batch's collectives of tensor ranks that the engine does not hide: both ways, and recomputed."""
+        collectives_s = 2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s
+        return (1 - self.costs.workload.engine.tensor_hidden_share) * collectives_s
+
+    def _optimizer_s(self, levers: Levers, card_s: float) -> float:
+        """The update: the card's seconds of it, or the host's of launching it where the card has nothing else to do."""
+        return card_s if self._updates_unseen(levers) else max(card_s, self._update_launch_s(levers))
 
     def _idle_s(self, levers: Levers, launches_s: float) -> float:
         """Of a card whose host is ahead; ranks of a pipeline wait for one another instead."""

@@ -8,8 +8,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import product_share
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import PrecisionName
-from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout
-from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.rules.refusals import refused_workload
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import peak
 from tightfit.plan.batch import warning
@@ -124,14 +123,12 @@ def mesh_note(plan: Plan) -> str | None:
 
 
 def _other_meshes(plan: Plan) -> Iterator[Layout]:
-    """The same ranks in a line, or on every mesh that the rulebook lets this plan have and that the card holds."""
-    tensor, levers, workload = plan.layout.tensor, plan.levers, plan.workload
+    """The plan's tensor ranks in a line, or on every mesh that the rules allow and the card holds."""
     for kind in ("1d", "2d", "2.5d", "3d"):
-        for depth in range(2, tensor + 1) if kind == "2.5d" else (1,):
+        for depth in range(2, plan.layout.tensor + 1) if kind == "2.5d" else (1,):
             layout = plan.layout.model_copy(update={"tensor_mesh": kind, "tensor_depth": depth})
-            run = Run(layout=layout, levers=levers, spec=workload.spec, sequence_length=workload.sequence_length)
-            refused = refused_layout(layout) or refused_by_trainer(run)
-            if layout != plan.layout and not refused and _fits(plan, layout):
+            is_refused = refused_workload(plan.workload, layout, plan.levers) is not None
+            if layout != plan.layout and not is_refused and _fits(plan, layout):
                 yield layout
 
 

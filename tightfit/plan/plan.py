@@ -39,9 +39,9 @@ class Plan:
     time: StepTime
     gpu_peak_bytes: int
     host_peak_bytes: int
-    """While a checkpoint is written,"""
+    """Of a node's host while a checkpoint is written."""
     saving_bytes: int = 0
-    """which so much of it is for."""
+    """The part of `host_peak_bytes` that is copied to write the checkpoint."""
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
@@ -173,7 +173,7 @@ def refuse_overwriting(path: Path) -> None:
 
 
 def _is_plan(path: Path) -> bool:
-    """Whether it can be read as one; a pipe or a device is not asked, as it may never answer."""
+    """Whether the file can be read as a plan; a pipe or a device is not read, as it may never answer."""
     try:
         return path.is_file() and bool(Plan.load(path))
     except (UserError, UnicodeDecodeError):

@@ -37,7 +37,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         compute_s = self.compute_s + self.recompute_s
         traffic_s = self.tensor_s + self.context_s + self.expert_s + self.data_s + self.pipeline_s
         waits_s = self.launch_s + self.straggler_s

@@ -49,7 +49,7 @@ class CheckTarget:
     adapter: AdapterTraining = NOT_ADAPTED
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """Those of all data ranks in the loader's order: the first of rank 0, of rank 1, …"""
+        """Micro-batches of all data ranks in the loader's order: the first of rank 0, of rank 1, …"""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         return [self._batch(generator) for _ in range(self.passes * self.layout.data)]
 
@@ -105,7 +105,7 @@ def exact_adapter(adapter: AdapterTraining) -> AdapterTraining:
 
 
 def exact_target(target: CheckTarget) -> CheckTarget:
-    """The same without lossy levers, whose rounding differs by more than a wrong sum would; updates inside backward
+    """The target without lossy levers, whose rounding differs by more than a wrong sum would; updates inside backward
     without clipping, which is by an estimate that depends on the order of gradients."""
     levers = Levers.model_validate(target.levers.model_dump(exclude=set(ROUNDING)))
     unclipped = target.settings.model_copy(update={"clip_norm": 0.0})
@@ -122,7 +122,7 @@ def _enough(layout: Layout) -> int:
 
 
 def miniature(target: CheckTarget) -> CheckTarget:
-    """The same structure at the smallest sizes that the layout allows."""
+    """A model of the same structure at the smallest sizes that the layout allows."""
     rows = min(max(ROWS, target.layout.row_parts), target.layout.micro_batch)
     layout = target.layout.model_copy(update={"micro_batch": rows})
     passes = max(target.passes, min(_enough(layout), layout.pipeline))

@@ -141,7 +141,7 @@ def _device_and_ranks(ranks: int | None) -> tuple[str, int]:
 
 
 def examination(device: torch.device, plan: Examination) -> tuple[CollectiveRates, Calibration | None]:
-    """As one of the ranks of a running group."""
+    """What one of the ranks of a running group finds."""
     notes = Notebook(Path(plan.folder))
     notes.begin("its first collectives")
     if wrong := wrong_collectives(device):

@@ -65,7 +65,7 @@ class Difference:
     rank: int = 0
 
     def sentence(self) -> str:
-        """For people."""
+        """The outcome in one sentence."""
         where = f"{self.kind} of {self.name}" if self.name else f"the {self.kind}"
         inside = f" (layer {self.layer})" if self.layer is not None else ""
         if self.kind == "copy":

@@ -63,7 +63,7 @@ class Program:
     graph: StepGraph | None = None
 
     def step(self, on_phase: OnPhase = ignore) -> StepResult:
-        """Run it once."""
+        """Run one training step."""
         return train_step(
             self.module,
             self.optimizer,
@@ -77,7 +77,7 @@ class Program:
         )
 
     def step_in_flow(self, on_phase: OnPhase = ignore) -> None:
-        """The same where a pipeline is not flushed between steps: some of it is left to the next one."""
+        """One step of a pipeline that is not flushed between steps: some of it is left to the next one."""
         if self.optimizer.buffered is None:
             self.step(on_phase)
         else:

@@ -25,7 +25,7 @@ from tightfit.report.figure import CARD_COLOR, GIB, panels, plain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LayerKind = Literal["ours", "classic"]
+LayerFormula = Literal["ours", "classic"]
 MICRO_BATCHES = 2
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 GROUPS: dict[str, tuple[Component, ...]] = {
@@ -50,19 +50,19 @@ class Card:
 
 @dataclass(frozen=True)
 class Bar:
-    """One stack."""
+    """One bar: components stacked on one another."""
 
     label: str
     parts: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """Its height."""
+        """The bar's height."""
         return sum(self.parts.values())
 
 
 def bar(
-    spec: ModelSpec, length: int, levers: Levers, *, data: int = 1, zero: int = 0, layer: LayerKind = "ours"
+    spec: ModelSpec, length: int, levers: Levers, *, data: int = 1, zero: int = 0, layer: LayerFormula = "ours"
 ) -> Bar:
     """The peak of a step with micro-batches of one row, on one of `data` GPUs."""
     layout = Layout.model_validate({"micro_batch": 1, "data": data, "zero": zero})
@@ -87,7 +87,7 @@ def draw_memory(
     path: Path,
     *,
     levers: Levers | None = None,
-    layer: LayerKind = "ours",
+    layer: LayerFormula = "ours",
 ) -> dict[str, list[Bar]]:
     """A panel per model, a bar per sequence length; returns what was drawn."""
     if not models:
@@ -124,7 +124,7 @@ def draw_zero(
     return bars_by_panel
 
 
-def _layer_text(levers: Levers, layer: LayerKind) -> str:
+def _layer_text(levers: Levers, layer: LayerFormula) -> str:
     if layer == "classic":
         return "the classic GPT layer with its scores"
     if not levers.checkpoint_every:

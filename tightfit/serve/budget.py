@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tightfit.errors import UserError
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.serving import cache_bytes_per_token
@@ -21,7 +22,6 @@ from tightfit.serve.forward.row_tiles import SIZES
 from tightfit.serve.weights.joint import half_bytes
 
 HOST_SHARE = 0.25
-WIDE = 4
 GRAPH_BYTES = 512 * 2**20
 """Kept for captured graphs, their buffers and the matrix library's workspace on a GPU."""
 
@@ -121,7 +121,7 @@ def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: 
     tokens = max(config.step_tokens, padded)
     working = layer_cost(LocalShape(spec, 1, tokens, element_bytes), spec.layers - 1).forward_working
     rows = config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
-    return working + WIDE * (3 * rows + padded) * spec.vocab_size
+    return working + FLOAT32_BYTES * (3 * rows + padded) * spec.vocab_size
 
 
 def free_bytes(device: torch.device) -> int:

@@ -302,7 +302,7 @@ class Engine:
         return Output(running.request.id, sequence.index, tuple(taken), text, tuple(chances), finish, cached)
 
     def _took_token(self, running: Running, token: int) -> Output:
-        """The same for one token without guesses or chances: hundreds of times in the milliseconds a step takes."""
+        """`_took` for one token without guesses or log probabilities: done for hundreds of sequences a step."""
         sequence = running.sequence
         cached = sequence.cached if len(sequence.tokens) == len(sequence.prompt) else 0
         taken, text, finish = running.extend([token])

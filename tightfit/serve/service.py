@@ -29,7 +29,7 @@ class OverloadedError(RuntimeError):
 
 
 @dataclass
-class Rates:
+class TokenRate:
     """Tokens of the last seconds, for those who watch."""
 
     window_s: float = 5.0
@@ -52,7 +52,7 @@ class Service:
 
     def __init__(self, engine: Engine, *, most_requests: int = 512) -> None:
         self.engine, self.most_requests = engine, most_requests
-        self.rates = Rates()
+        self.rates = TokenRate()
         self.failure: BaseException | None = None
         self.draining = False
         self._queues: dict[str, asyncio.Queue[Output | None]] = {}

@@ -30,7 +30,7 @@ def sample_streams(
 
 
 def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *, count: int = 1) -> list[Iterator[str]]:
-    """The same of a prompt that has been tokenized."""
+    """Streams of text that continue a prompt of token ids."""
     tokenizer, positions = loaded.tokenizer, loaded.model.spec.max_positions
     assert tokenizer is not None, "whose prompt is this?"
     check_numbers(loaded.model)

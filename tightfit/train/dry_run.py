@@ -20,7 +20,7 @@ from tightfit.train.run_directory import Decision, Start, decide
 
 @dataclass(frozen=True)
 class DryRun:
-    """What would run."""
+    """What a job would run as, without running it."""
 
     checked: CheckedRun
     decision: Decision

@@ -93,7 +93,7 @@ def correct_choices(model: Decoder, ranks: Ranks) -> None:
     layers = [mlp for _, mlp in routed_layers(model) if mlp.load is not None]
     if not layers:
         return
-    loads = ranks.sum_pieces(ranks.sum(torch.stack([_new_load(mlp) for mlp in layers]).float()))
+    loads = ranks.sum_over_batch(torch.stack([_new_load(mlp) for mlp in layers]).float())
     for mlp, load in zip(layers, loads, strict=True):
         assert mlp.correction is not None
         step = CORRECTION_RATE * torch.sign(load.mean() - load)

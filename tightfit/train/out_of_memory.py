@@ -64,7 +64,7 @@ class Shortage:
 
     @property
     def sentence(self) -> str:
-        """All of it in short."""
+        """What was short, and what to do about it, in one sentence."""
         way = f"set {' '.join(self.advice.overrides)}" if self.advice else "lower layout.micro_batch"
         return (
             f"step {self.step}: the GPU ran out of memory in {self.phase}, {self.missing_bytes / 2**30:.2f} GiB short "

@@ -30,7 +30,7 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Of all steps."""
+        """Seconds of all steps."""
         return sum(self.step_s)
 
     @property
@@ -43,7 +43,7 @@ class Pace:
 
     @property
     def warmup_seconds(self) -> float:
-        """What they took."""
+        """Seconds that the warm-up steps took."""
         return sum(self.step_s[: self.warmup_steps])
 
     @property

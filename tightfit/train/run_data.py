@@ -21,7 +21,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText
-from tightfit.train.data.held_out import Part, split
+from tightfit.train.data.held_out import StorePart, split
 from tightfit.train.data.mixture import Mixture, Stores
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.sources import Source, find_sources
@@ -107,7 +107,7 @@ def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) 
             return prepare_chats(names, tokenizer, **common)  # type: ignore[arg-type]
         return prepare_text(names, tokenizer, field=data.field, **common)  # type: ignore[arg-type]
 
-    def rows(store: TokenStore, part: Part | None = None) -> PackedRows:
+    def rows(store: TokenStore, part: StorePart | None = None) -> PackedRows:
         if job.objective == "sft":
             return PackedChats(store, data.sequence_length, seed=job.seed, part=part, pack=data.pack)
         return PackedText(store, data.sequence_length, part=part, separate_documents=data.separate_documents)

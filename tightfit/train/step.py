@@ -93,7 +93,7 @@ def accumulate(
             output = model(**inputs(batch, device), divisor=total)
             mean += output.loss.detach()
             if check_first:
-                require_finite(ranks.sum_pieces(ranks.sum(mean)).item())
+                require_finite(ranks.sum_over_batch(mean).item())
             on_phase("backward")
             (objective(output, count / total) * scale).backward()
     sum_partial_gradients(decoder_of(model))
@@ -212,7 +212,7 @@ def _step_in_backward(
     updates.begin(lr)
     mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
     on_phase("optimizer")
-    loss, norm = torch.stack([ranks.sum_pieces(ranks.sum(mean)), updates.finish()]).tolist()
+    loss, norm = torch.stack([ranks.sum_over_batch(mean), updates.finish()]).tolist()
     correct_choices(decoder_of(model), ranks)
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)

@@ -124,7 +124,7 @@ class MLflow:
 
 
 def _identity(run: Path) -> str:
-    """The same for the same directory, so that a resumed run goes on."""
+    """An identity that is the same for the same directory, so that a resumed run goes on."""
     from hashlib import sha256
 
     return sha256(str(run).encode()).hexdigest()[:16]

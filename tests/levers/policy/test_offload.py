@@ -1,6 +1,12 @@
 """What goes to the host."""
 
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, offloaded_count, put_off_bytes, stored_bytes, whole_that_fit
+from tightfit.levers.policy.offload import (
+    IN_FLIGHT_BYTES,
+    deferred_bytes,
+    offloaded_count,
+    stored_bytes,
+    whole_that_fit,
+)
 
 
 def test_nothing_is_taken_after_the_first_that_does_not_fit() -> None:
@@ -13,7 +19,7 @@ def test_nothing_is_taken_after_the_first_that_does_not_fit() -> None:
 
 
 def test_what_is_on_its_way_counts_among_what_may_wait() -> None:
-    assert put_off_bytes(IN_FLIGHT_BYTES + 5) == 5
+    assert deferred_bytes(IN_FLIGHT_BYTES + 5) == 5
 
 
 def test_the_last_checkpoint_stays() -> None:

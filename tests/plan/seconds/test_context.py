@@ -6,7 +6,8 @@ from tests.plan.questions import question
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs
-from tightfit.plan.seconds.context import MERGED_SHARE, HeadExchange, Ring, exchanged_numbers
+from tightfit.plan.seconds.context import MERGED_SHARE, Ring, exchanged_numbers, head_exchange_s
+from tightfit.plan.seconds.groups import CALL_S, make_group
 from tightfit.plan.seconds.overlap import CONTENTION
 
 BYTES_S = 3e12
@@ -73,8 +74,16 @@ def test_context_ranks_are_never_free() -> None:
 
 
 def test_an_exchange_sends_all_but_its_own_part_and_copies_everything_once() -> None:
-    exchange = HeadExchange(sent_s=2e-3, copied_bytes=3e9, bytes_s=BYTES_S)
-    assert exchange.one_way_s == pytest.approx(3e-3)
+    """Of Llama-3.1-8B, 4096 queries and outputs and 2 × 1024 keys and values a token, 2 bytes each."""
+    asked, ranks, tokens = question("llama-3.1-8b", "8xH100-80GB", 32768, 8), 4, 8192
+    qkv_bytes, out_bytes = 2 * tokens * (4096 + 2 * 1024), 2 * tokens * 4096
+    group = make_group(asked.machine, stride=1, size=ranks)
+    calls_s = 2 * (CALL_S + group.far_s)
+    sent_s = (qkv_bytes + out_bytes) * (ranks - 1) / ranks / group.intra_bytes_s
+    copied_s = 2 * (qkv_bytes + out_bytes) / BYTES_S
+    costs = Costs(asked.workload, asked.machine)
+    exchange_s = head_exchange_s(costs.group, asked.workload, Layout(context=ranks), tokens=tokens, bytes_s=BYTES_S)
+    assert exchange_s == pytest.approx(calls_s + sent_s + copied_s)
 
 
 def test_few_key_heads_are_sent_repeatedly() -> None:

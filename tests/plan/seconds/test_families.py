@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.questions import question
-from tightfit.hardware.launches import BIAS, BUSY_UPDATE_MS, NORM, ROPE_AND_GATE, TENSOR_UPDATE_MS
+from tightfit.hardware.launches import BIAS, NORM, ROPE_AND_GATE, VECTOR_UPDATE_MS
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -33,11 +33,11 @@ def test_windows_and_caps_take_our_attention_kernel() -> None:
     capped = replace(plain, attention_softcap=50.0)
     specs = {"plain": plain, "window": windowed, "cap": capped}
     rates = {name: cost(spec, 8192).costs.rates for name, spec in specs.items()}
-    assert rates["plain"].windowed is None
-    assert rates["window"].windowed == rates["cap"].windowed
-    assert rates["window"].windowed is not None
-    assert rates["plain"].attention_forward_flop_s > 1.2 * rates["window"].windowed.forward_flop_s
-    assert cost(windowed, 2048).costs.rates.windowed is None, "the window holds the row whole"
+    assert rates["plain"].own_attention is None
+    assert rates["window"].own_attention == rates["cap"].own_attention
+    assert rates["window"].own_attention is not None
+    assert rates["plain"].attention.forward_flop_s > 1.2 * rates["window"].own_attention.forward_flop_s
+    assert cost(windowed, 2048).costs.rates.own_attention is None, "the window holds the row whole"
 
 
 def test_layers_of_both_kinds_take_their_own_kernels() -> None:
@@ -102,7 +102,7 @@ def test_every_tensor_is_updated_inside_backward() -> None:
     biases = (
         launch_s(inside, NONE, 1, resolve_spec("gpt2"))[1] - launch_s(inside, NONE, 1, resolve_spec("llama-3.2-1b"))[1]
     )
-    launched_ms = 7 * (TENSOR_UPDATE_MS + BUSY_UPDATE_MS) + 6 * BIAS.backward_ms - ROPE_AND_GATE.backward_ms
+    launched_ms = 7 * VECTOR_UPDATE_MS + 6 * BIAS.backward_ms - ROPE_AND_GATE.backward_ms
     assert biases == pytest.approx(1e-3 * launched_ms)
 
 

@@ -11,6 +11,7 @@ from tightfit.jobs.rules.rule import DEEPSPEED_RULES, LAYOUT_RULES, LEVER_RULES,
 if TYPE_CHECKING:
     from tightfit.jobs.layout import Layout
     from tightfit.jobs.levers import Levers
+    from tightfit.jobs.workload import Workload
 
 
 def refused_levers(levers: "Levers") -> str | None:
@@ -26,6 +27,28 @@ def refused_layout(layout: "Layout") -> str | None:
 def refused_by_trainer(run: Run) -> str | None:
     """Why `tightfit train` does not run `run`, and `tightfit plan` does not plan it."""
     return first_refusal(RUN_RULES, run)
+
+
+def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -> str | None:
+    """Why `tightfit train` does not run a workload in this way."""
+    if sentence := refused_layout(layout):
+        return sentence
+    teacher = workload.teacher
+    run = Run(
+        layout=layout,
+        levers=levers,
+        precision=workload.precision,
+        accumulation=workload.micro_batches(layout),
+        spec=workload.spec,
+        sequence_length=workload.sequence_length,
+        distills=teacher is not None,
+        compares_features=teacher is not None and teacher.features + teacher.maps > 0,
+        compares_attention=teacher is not None and teacher.maps > 0,
+        rounding=workload.rounding,
+        adapted=workload.adapted,
+        shrinks=workload.shrinks,
+    )
+    return refused_by_trainer(run)
 
 
 def refused_by_deepspeed(run: Run) -> str | None:

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from tightfit.jobs.precision import FLOAT32_BYTES
+
 ALIGNMENT = 64
 """Rows of logits start at multiples of 128 bytes (in bf16), whatever the vocabulary: GEMMs on odd strides crawl."""
 TILE_ROWS = 256
 """Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
-WIDE = 4
 MOST_NARROW_CHUNKS = 16
 SPLIT_PRODUCT_BYTES = 32 * 2**20
 """Of a product that is added to a sum in 24 bits (kernels/split_sum.py), a block of rows at a time."""
@@ -48,8 +49,9 @@ def distillation_chunks(
     rows = max(1, chunk_rows(total, max(chunk_bytes, weight_bytes // 2) // row_bytes))
     if narrow and -(-total // rows) <= MOST_NARROW_CHUNKS:
         return DistillationChunks(rows, sum_bytes=3)
-    free_bytes = weight_bytes if element_bytes < WIDE else 0  # where the 16-bit gradient will be
-    return DistillationChunks(max(1, chunk_rows(total, (chunk_bytes + free_bytes) // row_bytes)), sum_bytes=WIDE)
+    free_bytes = weight_bytes if element_bytes < FLOAT32_BYTES else 0  # where the 16-bit gradient will be
+    rows = chunk_rows(total, (chunk_bytes + free_bytes) // row_bytes)
+    return DistillationChunks(max(1, rows), sum_bytes=FLOAT32_BYTES)
 
 
 def distillation_row_bytes(columns: int, element_bytes: int, *, fused: bool) -> int:

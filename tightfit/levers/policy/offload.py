@@ -18,7 +18,7 @@ STATE_SLOTS = 6
 WEIGHT_SLOTS = 2
 """Layers whose streamed weights are on the GPU: the one at work and the next."""
 IN_FLIGHT_BYTES = 512 * 2**20
-"""Gradients that may wait for the link before the step does; of what was put off, as much is sent ahead of need."""
+"""Gradients that may wait for the link before the step does; of what was deferred, as much is sent ahead of need."""
 SCALE_BYTES = 4
 """A float32 per row of a checkpoint in fp8."""
 
@@ -37,8 +37,8 @@ def whole_that_fit(sizes_bytes: Iterable[float], room_bytes: float) -> int:
     """How many of these, taken in order, fit whole: nothing is taken after the first that does not.
 
     So are chosen the matrices whose states stay on the GPU (levers.offload_keep_bytes: the vocabulary's first, then the
-    first layers', whose updates are waited for soonest) and, from the last layer back, those whose updates are put off
-    until backward is over (`put_off_bytes`).
+    first layers', whose updates are waited for soonest) and, from the last layer back, those whose updates are deferred
+    until backward is over (`deferred_bytes`).
     """
     count = 0
     for size in sizes_bytes:
@@ -54,8 +54,8 @@ def bounds_gradients(levers: "Levers") -> bool:
     return offloads_states(levers) and levers.update_in_backward
 
 
-def put_off_bytes(gradient_bytes: int) -> int:
-    """Of levers.offload_gradient_bytes that may wait with updates inside backward, those of updates that are put off.
+def deferred_bytes(gradient_bytes: int) -> int:
+    """Of levers.offload_gradient_bytes that may wait with updates inside backward, those of updates that are deferred.
 
     The others are on their way to the link.
     """

@@ -31,19 +31,19 @@ def low_rank_bytes(shape: "LocalShape", *names: Projection) -> int:
     return shape.tokens * (len(inputs) * rank * shape.element_bytes + dropped_bytes)
 
 
-def expanded_bytes(shape: "LocalShape", name: Projection, made_bytes: int) -> int:
-    """A coded matrix while it is multiplied by, the product taking `made_bytes`; or its input without what is dropped,
-    if that is larger."""
+def expanded_bytes(shape: "LocalShape", name: Projection, result_bytes: int) -> int:
+    """A coded matrix expanded for a product whose result takes `result_bytes`; or the product's input after dropout, if
+    that is larger."""
     shapes, adapted = linear_shapes(shape.spec), shape.adapted
     if adapted is None or name not in shapes:
         return 0
-    expanded = adapted.expanded_bytes(*shapes[name], shape.element_bytes, made_bytes)
+    expanded = adapted.expanded_bytes(*shapes[name], shape.element_bytes, result_bytes)
     drops = adapted.drops and name in adapted.projections
     return max(expanded, shape.tokens * shapes[name][1] * shape.element_bytes if drops else 0)
 
 
 def trained_moments(shape: "LocalShape", moments: "tuple[LayerMoment, ...]") -> "tuple[LayerMoment, ...]":
-    """The same moments with gradients of A and B in the place of their matrices'."""
+    """`moments` with gradients of A and B in the place of their matrices'."""
     if shape.adapted is None:
         return moments
     whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())

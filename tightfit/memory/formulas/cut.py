@@ -1,10 +1,10 @@
 """Cut: which layers each stage of a pipeline has, so that the slowest stage is as fast as it can be.
 
 A pipeline goes at the pace of its slowest stage, and the output projection of a large vocabulary costs as much as
-several layers: the last stage gets fewer of them. Costs are operations of forward and backward per token, as
-plan/work.py counts them (6 per weight that multiplies it, 14 × query width per position it sees), with memory traffic
-of the embedding counted at OPERATIONS_PER_BYTE; they do not depend on the machine, so a run, its plan and its memory
-formulas cut alike. The cut is exact: the least largest stage over all cuts, and of those the most even one.
+several layers: the last stage gets fewer of them. Costs are operations of forward and backward per token (6 per weight
+that multiplies it; 14 × query width per key it attends to: 4 forward, 10 backward), with memory traffic of the
+embedding counted at OPERATIONS_PER_BYTE; they do not depend on the machine, so a run, its plan and its memory formulas
+cut alike. The cut is exact: the least largest stage over all cuts, and of those the most even one.
 Limits: every stage has at least one layer; interleaved pieces are cut as that many stages.
 """
 

@@ -8,6 +8,7 @@ backward, inputs included unless those are offloaded (all but one).
 
 from collections.abc import Hashable
 from functools import lru_cache
+from typing import NamedTuple
 
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
@@ -54,37 +55,46 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
     What tiles compute again is not kept either: `matmuls` is then the same as the level before, which is taken.
     Products of frozen layers, which adapters add to, are not kept at all: that level is no better than the others.
     """
-    options: list[KeepOption] = []
-    for level, seconds in zip(KEEP_LEVELS, _recompute_seconds(shape, layer), strict=True):
-        if level == "matmuls" and shape.adapted is not None:
-            options.append(KeepOption(options[-1].bytes, options[0].seconds))
-            continue
-        if level == "matmuls" and shape.has_tiles:
-            options.append(options[-1])
-            continue
+    seconds, options = _recompute_seconds(shape, layer), dict[KeepLevel, KeepOption]()
+    for level in KEEP_LEVELS:
         kept_bytes = sum(tensor.bytes for tensor in layer_kept(shape, layer, level))
         on_host_bytes = shape.stream_bytes if offload and level != "everything" else 0
-        options.append(KeepOption(kept_bytes - on_host_bytes, seconds))
-    return tuple(options)
+        options[level] = KeepOption(kept_bytes - on_host_bytes, seconds[level])
+    if shape.adapted is not None:
+        options["matmuls"] = KeepOption(options["attention"].bytes, options["nothing"].seconds)
+    elif shape.has_tiles:
+        options["matmuls"] = options["attention"]
+    return tuple(options.values())
 
 
-def _recompute_seconds(shape: LocalShape, layer: int) -> tuple[float, float, float, float]:
+def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
     """Time of one layer computed again at each level."""
-    flop_s, attention_flop_s, bytes_s = _h200_rates(shape.spec.head_dim, shape.element_bytes)
-    attention_s = _attention_flops(shape, layer) / attention_flop_s
-    products_s = 2 * shape.tokens * _weights_again(shape, layer) / shape.tensor / flop_s
-    passes_s = shape.tokens * shape.element_bytes * _width_again(shape.spec, layer) / shape.tensor / bytes_s
-    return attention_s + products_s + passes_s, products_s + passes_s, passes_s, 0.0
+    rates = _h200_rates(shape.spec.head_dim, shape.element_bytes)
+    attention_s = _attention_flops(shape, layer) / rates.attention_flop_s
+    products_s = 2 * shape.tokens * _recomputed_weights(shape, layer) / shape.tensor / rates.product_flop_s
+    recomputed_bytes = shape.tokens * shape.element_bytes * _recomputed_width(shape.spec, layer)
+    passes_s = recomputed_bytes / shape.tensor / rates.bytes_s
+    return {
+        "nothing": attention_s + products_s + passes_s,
+        "attention": products_s + passes_s,
+        "matmuls": passes_s,
+        "everything": 0.0,
+    }
+
+
+class _Rates(NamedTuple):
+    product_flop_s: float
+    attention_flop_s: float
+    bytes_s: float
 
 
 @lru_cache(maxsize=64)
-def _h200_rates(head_dim: int, element_bytes: int) -> tuple[float, float, float]:
-    """Operations a second of products and of attention, and bytes a second."""
+def _h200_rates(head_dim: int, element_bytes: int) -> _Rates:
     card = next(row for row in CATALOG if row.family == "H200")
     peak_flop_s = 1e12 * (card.rates.of("fp32" if element_bytes == 4 else "bf16") or card.rates.fp32)
     attention_share = by_head_size(MEASURED.attention_forward, head_dim)
     bytes_s = card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth
-    return peak_flop_s * MEASURED.matmul, peak_flop_s * attention_share, bytes_s
+    return _Rates(peak_flop_s * MEASURED.matmul, peak_flop_s * attention_share, bytes_s)
 
 
 def _attention_flops(shape: LocalShape, layer: int) -> float:
@@ -93,8 +103,8 @@ def _attention_flops(shape: LocalShape, layer: int) -> float:
     return 4 * shape.tokens * keys_seen * shape.spec.query_size / shape.tensor
 
 
-def _weights_again(shape: LocalShape, layer: int) -> int:
-    """Weights that a token is multiplied by again: all but those of the last product, whose result nobody needs.
+def _recomputed_weights(shape: LocalShape, layer: int) -> int:
+    """Weights that a token is multiplied by again: all but those of the last product, if nothing needs its result.
 
     What tiles compute again at every level does not count, which is all that comes after attention.
     """
@@ -108,7 +118,7 @@ def _weights_again(shape: LocalShape, layer: int) -> int:
     return attention + mlp_products * spec.hidden_size * spec.active_mlp_size(layer)
 
 
-def _width_again(spec: ModelSpec, layer: int) -> int:
+def _recomputed_width(spec: ModelSpec, layer: int) -> int:
     """Elements a token that norms, rope and (where its product is kept) the activation read and write again."""
     norms = 3 * spec.norms_per_layer * spec.hidden_size
     rope = 2 * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)

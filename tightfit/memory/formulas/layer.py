@@ -20,6 +20,7 @@ from tightfit.memory.formulas.saved import (
     mlp_saved,
     product_saved,
 )
+from tightfit.memory.formulas.segments import unsplit_rest
 from tightfit.memory.formulas.tiles import tiled_cost, tiled_saved
 
 
@@ -44,10 +45,11 @@ def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -
 
 @lru_cache(maxsize=4096)
 def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
-    """The same, added up by kind."""
+    """What `layer_kept` lists, added up by kind."""
     sums = dict.fromkeys(SavedBytes._fields, 0)
     for tensor in layer_kept(shape, layer, level):
         sums[tensor.kind] += tensor.bytes
+        sums["unsplit"] += tensor.count * unsplit_rest(tensor.bytes // tensor.count)
     return SavedBytes(**sums)
 
 

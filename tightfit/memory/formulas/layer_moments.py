@@ -7,10 +7,11 @@ how many of the layer's weights there is a gradient; what such a gradient takes 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import STATISTIC, attention_saved
+from tightfit.memory.formulas.saved import attention_saved
 from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
 
 AttentionKind = Literal["fused", "own"]
@@ -26,11 +27,11 @@ class LayerMoment(NamedTuple):
     """Gradients of activations, and what else is alive beside what was kept."""
     workspace_bytes: int = 0
     complete_weights: int = 0
-    """The layer's weights that have a gradient by then,"""
+    """The layer's weights that have a gradient by then."""
     new_weights: int = 0
-    """those of them whose gradient is not yet added to a sum over micro-batches,"""
+    """Those of `complete_weights` whose gradient is not yet added to a sum over micro-batches."""
     weight_copies: int = 0
-    """and further copies of gradients, in weights."""
+    """Further copies of gradients, counted in weights."""
 
     @property
     def activation_bytes(self) -> int:
@@ -60,31 +61,39 @@ def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
     # Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
     # Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or
-    # recomputed, what attention did; then that and what the layer before's MLP did (parallel/conjugate.py).
+    # recomputed, what attention did; then that and what the layer before's MLP did (collectives/conjugate.py).
     gathered_bytes = shape.hidden_bytes if shape.sequence_parallel else 0
     extra_bytes = (_experts_extra if is_routed else _mlp_extra)(shape) + gathered_bytes
     working_bytes = (_experts_working if is_routed else _mlp_working)(shape)
     mlp = (_experts_backward if is_routed else _mlp_backward)(shape, saved_bytes)
     attention = _attention_backward(shape, layer, attention_bytes, mlp[-1].complete_weights)
-    again_bytes = shape.routed_bytes if is_routed else 0  # tokens, once per expert, for gate and up
-    if gathered_bytes or needs_last_product(shape.spec, layer):
-        again_bytes = extra_bytes + gathered_bytes
-    if shape.adapted is not None:  # a coded matrix beside what is there before the product
-        inner_bytes = shape.inner_bytes(shape.spec.mlp_size) if shape.trains("down") else 0
-        up_bytes = expanded_bytes(shape, "up", shape.inner_bytes(shape.spec.mlp_size))
-        again_bytes = max(again_bytes, up_bytes - inner_bytes)
+    recompute_bytes = _recompute_extra(shape, layer, extra_bytes=extra_bytes, gathered_bytes=gathered_bytes)
     cost = LayerCost(
         forward_extra=extra_bytes,
         forward_working=max(working_bytes, attention_bytes) + gathered_bytes,
         backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
-        recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + again_bytes),
+        recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + recompute_bytes),
     )
     cube = cubic_mlp(shape)
     return cost if cube is None else _on_a_cube(shape, cost, cube)
 
 
+def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathered_bytes: int) -> int:
+    """Beside the saved tensors and the gradient of the layer's output, when a layer has been computed again: what
+    forward holds besides where it runs to its last product, else what gate and up took in."""
+    if gathered_bytes or needs_last_product(shape.spec, layer):
+        recompute_bytes = extra_bytes + gathered_bytes
+    else:
+        recompute_bytes = shape.routed_bytes if shape.spec.is_routed(layer) else 0
+    if shape.adapted is None:
+        return recompute_bytes
+    inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
+    kept_product_bytes = inner_bytes if shape.trains("down") else 0  # which is not there yet while up is expanded
+    return max(recompute_bytes, expanded_bytes(shape, "up", inner_bytes) - kept_product_bytes)
+
+
 def _on_a_cube(shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
-    """The same on a 3D mesh, whose products gather what they multiply."""
+    """`cost` on a 3D mesh, whose products gather what they multiply."""
     down, up, *attention = cost.backward
     inner = (shape.spec.up_projections + 1) * shape.inner_bytes(shape.spec.mlp_size)
     return replace(
@@ -115,8 +124,9 @@ def _mlp_extra(shape: LocalShape) -> int:
 def _mlp_working(shape: LocalShape) -> int:
     """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
     inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
-    made_bytes = (shape.spec.up_projections + 1) * inner_bytes + shape.hidden_bytes
-    return 2 * shape.stream_bytes + made_bytes + expanded_bytes(shape, "down", shape.hidden_bytes)
+    gate_up_product_bytes = (shape.spec.up_projections + 1) * inner_bytes
+    expanded_down_bytes = expanded_bytes(shape, "down", shape.hidden_bytes)
+    return 2 * shape.stream_bytes + gate_up_product_bytes + shape.hidden_bytes + expanded_down_bytes
 
 
 def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
@@ -132,13 +142,13 @@ def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...
         complete_weights=matrix,
         new_weights=matrix,
     )
-    is_apart = shape.adapted is not None
+    has_adapters = shape.adapted is not None
+    kept_product_bytes = shape.inner_bytes(spec.mlp_size) if has_adapters and shape.trains("down") else 0
     inputs = LayerMoment(
         "gradient of the MLP's input",
-        # by then the product that an adapter kept is gone
-        saved_bytes=saved_bytes - (shape.inner_bytes(spec.mlp_size) if is_apart and shape.trains("down") else 0),
-        # of gate and up apart, through one of them and through the other
-        gradient_bytes=stream_bytes + shape.hidden_bytes * (spec.up_projections if is_apart else 1),
+        saved_bytes=saved_bytes - kept_product_bytes,  # which down's backward was the last to need
+        # with adapters gate and up are products apart: the gradient through one, and through the other
+        gradient_bytes=stream_bytes + shape.hidden_bytes * (spec.up_projections if has_adapters else 1),
         workspace_bytes=expanded_bytes(shape, "up", shape.hidden_bytes),
         complete_weights=matrices,
         new_weights=matrices,
@@ -231,12 +241,12 @@ def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
 
 def attention_workspace(shape: LocalShape, layer: int) -> int:
     """What attention's backward holds while it runs, beside its inputs and results."""
-    row_sums_bytes = STATISTIC * shape.tokens * shape.heads  # float32 per row and head (flash_attention_backward.py)
+    row_sums_bytes = FLOAT32_BYTES * shape.tokens * shape.heads  # one per query and head (flash_attention_backward.py)
     if attention_kind(shape, layer) == "own":
         return row_sums_bytes
     # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd and
     # cuDNN's sdpa_backward alike.
-    wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < STATISTIC else 0
+    wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < FLOAT32_BYTES else 0
     ungrouped_bytes = 2 * shape.query_bytes if shape.heads != shape.attended_kv_heads else 0
     return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
 
@@ -246,5 +256,5 @@ def ring_workspace(shape: LocalShape) -> int:
     them (own, and float32 at hand and arriving), and the float32 sum of dQ."""
     if shape.ring == 1:
         return 0
-    wide = STATISTIC // shape.element_bytes
+    wide = FLOAT32_BYTES // shape.element_bytes
     return 6 * shape.attended_key_bytes + wide * (4 * shape.attended_key_bytes + shape.query_bytes)

@@ -9,12 +9,12 @@ the vocabulary.
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.tensor_mesh import gathered_head_bytes
 
-WIDE, INDEX = 4, 8
-STATISTICS = 4
+STATISTICS_PER_ROW = 4
 """Float32 numbers per row that the fused loss returns."""
 
 
@@ -36,7 +36,7 @@ class LossCost:
 
 
 @lru_cache(maxsize=4096)
-def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: int = WIDE) -> LossCost:
+def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: int = FLOAT32_BYTES) -> LossCost:
     """Of one micro-batch on a rank that computes the loss; the final norm is not part of it.
 
     The fused loss sums the output projection's gradient in `sum_bytes` a number.
@@ -46,31 +46,32 @@ def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: 
 
 def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
     spec, hidden_bytes = shape.spec, shape.hidden_bytes
-    row_bytes = shape.tokens * ((STATISTICS + 1) * WIDE + 2 * INDEX)  # statistics and gradient; labels as they are read
+    statistics_bytes = shape.tokens * (STATISTICS_PER_ROW + 1) * FLOAT32_BYTES  # and their gradient
+    labels_bytes = shape.tokens * 2 * INT64_BYTES  # as they come, and as they are read
     chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
     wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size if shape.adapted is None else 0
     gathered_bytes = gathered_head_bytes(shape)
     return LossCost(
         logits=chunk_bytes,
-        forward=chunk_bytes + 2 * hidden_bytes + row_bytes + wide_bytes + gathered_bytes,
+        forward=chunk_bytes + 2 * hidden_bytes + statistics_bytes + labels_bytes + wide_bytes + gathered_bytes,
         kept=hidden_bytes + wide_bytes + gathered_bytes,
         backward=hidden_bytes + wide_bytes + gathered_bytes,
         wide_weight_gradient=wide_bytes,
         evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(shape, allowed_bytes, training=False),
-        rounds_in_place=sum_bytes < WIDE,
+        rounds_in_place=sum_bytes < FLOAT32_BYTES,
     )
 
 
 def _plain(shape: LocalShape) -> LossCost:
     """Log-softmax is kept, and the capped logits' tanh; backward holds two gradients beside them."""
     count, hidden_bytes = shape.tokens * shape.columns(shape.spec.vocab_size), shape.hidden_bytes
-    kept_bytes = count * WIDE * (2 if shape.spec.logit_softcap else 1)
-    logits_bytes = count * (shape.element_bytes + WIDE) + kept_bytes
+    kept_bytes = count * FLOAT32_BYTES * (2 if shape.spec.logit_softcap else 1)
+    logits_bytes = count * (shape.element_bytes + FLOAT32_BYTES) + kept_bytes
     return LossCost(
         logits=logits_bytes,
         forward=logits_bytes + hidden_bytes,
         kept=kept_bytes + hidden_bytes,
-        backward=kept_bytes + 2 * WIDE * count + hidden_bytes,
+        backward=kept_bytes + 2 * FLOAT32_BYTES * count + hidden_bytes,
         wide_weight_gradient=0,
         evaluated=logits_bytes + hidden_bytes,
     )
@@ -79,7 +80,8 @@ def _plain(shape: LocalShape) -> LossCost:
 def logits_chunk_bytes(shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
     """The fused loss's buffer: what is allowed and, while training, what fits where the weight's gradient will be."""
     columns, element_bytes = shape.columns(shape.spec.vocab_size), shape.element_bytes
-    has_gradient = training and shape.adapted is None and element_bytes < WIDE
+    has_gradient = training and shape.adapted is None and element_bytes < FLOAT32_BYTES
     free_bytes = columns * shape.spec.hidden_size * element_bytes if has_gradient else 0
     row_bytes = padded(columns) * element_bytes
-    return min(chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes), shape.tokens) * row_bytes
+    rows = chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes)
+    return min(rows, shape.tokens) * row_bytes

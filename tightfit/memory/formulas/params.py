@@ -20,7 +20,7 @@ class Params(NamedTuple):
 
     @property
     def all(self) -> int:
-        """Both."""
+        """Dense weights and experts together."""
         return self.dense + self.experts
 
     def plus(self, other: "Params", times: int = 1) -> "Params":

@@ -38,7 +38,7 @@ class RankSpan(NamedTuple):
     has_head: bool
 
     def shares_embedding(self, spec: ModelSpec) -> bool:
-        """Whether its embedding is its output projection."""
+        """Whether this rank's embedding is its output projection as well."""
         return spec.tied and self.has_embedding and self.has_head
 
 

@@ -6,18 +6,17 @@ from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import moment_bytes
+from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.adapter import frozen_unsplit_bytes
 from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import forwards_come_first, micro_batches_in_flight
-from tightfit.memory.formulas.saved import INDEX
+from tightfit.memory.formulas.pipeline import RankSpan, forwards_come_first, micro_batches_in_flight
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
-from tightfit.memory.formulas.states import MASTER, States, resident_states
+from tightfit.memory.formulas.states import States, resident_states
 from tightfit.memory.formulas.story import OnHost, Resident
 from tightfit.memory.formulas.teacher import TeacherMemory, teacher_memory
 from tightfit.memory.formulas.working_weights import WorkingWeights, working_weights
@@ -46,9 +45,9 @@ class RankMemory:
     second_backward: "RankMemory | None" = None
     """The same rank where it may be fuller in its second backward than in its first, which has no earlier gradients."""
     throughout: dict[str, int] = field(init=False)
-    """What every moment of forward and backward has,"""
+    """What every moment of forward and backward has, as fields of StepMoment."""
     with_final_norm: dict[str, int] = field(init=False)
-    """and those with all layers' activations."""
+    """The same for moments with all layers' activations: the final norm has kept its input."""
 
     def __post_init__(self) -> None:
         self.throughout = {
@@ -84,8 +83,8 @@ def rank_memory(
             stage,
             states,
             sums_whole=weights.sums_whole,
-            summed=in_flight.summed,
-            begun_share=in_flight.begun_share,
+            summed_micro_batches=in_flight.summed_micro_batches,
+            share_with_sums=in_flight.share_with_sums,
         ),
         weights=weights,
         other_micro_batches_bytes=in_flight.other_bytes,
@@ -95,34 +94,36 @@ def rank_memory(
     memory.resident = _resident(memory, workload, overheads)
     checkpoints = _waiting_checkpoints(layout, stage, micro_batches)
     memory.host = states.host._replace(checkpoints=checkpoints * one_checkpoint_bytes, teacher=teacher.host_weights)
-    if in_flight.gone_bytes is not None:
-        memory.second_backward = _second_backward(memory, in_flight.gone_bytes, micro_batches)
+    if in_flight.freed_bytes is not None:
+        memory.second_backward = _second_backward(memory, in_flight.freed_bytes, micro_batches)
     return memory
 
 
-def _second_backward(first: RankMemory, gone_bytes: int, micro_batches: int) -> RankMemory | None:
+def _second_backward(first: RankMemory, freed_bytes: int, micro_batches: int) -> RankMemory | None:
     """With gradients of the first and without activations that are gone; None where these are more."""
     stage, states = first.stage, first.states
-    if gone_bytes >= states.reduced_gradient_bytes * stage.weights:
+    if freed_bytes >= states.reduced_gradient_bytes * stage.weights:
         return None
-    sums_whole = first.weights.sums_whole
-    return replace(
-        first,
-        gradients=make_gradients(
-            first.layout, first.levers, stage, states, sums_whole=sums_whole, summed=micro_batches
-        ),
-        other_micro_batches_bytes=max(0, first.other_micro_batches_bytes - gone_bytes),
+    gradients = make_gradients(
+        first.layout,
+        first.levers,
+        stage,
+        states,
+        sums_whole=first.weights.sums_whole,
+        summed_micro_batches=micro_batches,
     )
+    other_bytes = max(0, first.other_micro_batches_bytes - freed_bytes)
+    return replace(first, gradients=gradients, other_micro_batches_bytes=other_bytes)
 
 
 def _resident(rank: RankMemory, workload: Workload, overheads: Overheads) -> Resident:
     """What is on the GPU from the first step to the last."""
     states, two_versions = rank.states, rank.layout.has_two_versions
-    unsplit = _unsplit_bytes(workload, rank.layout, rank.levers, rank.stage, states)
+    unsplit = _unsplit_bytes(rank.layout, rank.levers, rank.stage, states)
     return states.resident._replace(
         unsplit=unsplit + (0 if rank.shape.adapted is None else frozen_unsplit_bytes(rank.shape)),
         frozen=frozen_bytes(workload),
-        inputs=2 * INDEX * rank.shape.tokens,
+        inputs=2 * INT64_BYTES * rank.shape.tokens,
         cublas=overheads.workspace_bytes,
         teacher=rank.teacher.gpu_weights,
         scales=0 if workload.rounding is None else workload.rounding.scale_bytes(rank.stage.layer_weights),
@@ -152,22 +153,22 @@ def _loss_and_teacher(workload: Workload, levers: Levers, shape: LocalShape) -> 
     return loss_cost(shape, fused=fused, allowed_bytes=chunk_bytes, sum_bytes=teacher.sum_bytes), teacher
 
 
-def _unsplit_bytes(workload: Workload, layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
+def _unsplit_bytes(layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
     """What the allocator counts with the weights, masters and moments of every matrix beyond their bytes (segments.py);
     those on the host are not the allocator's."""
     widths: list[float] = [states.element_bytes] if states.resident.weights else []
     if not states.host.moments:
         moments = 1 if levers.optimizer_states == "factored" else 2
-        widths += [moment_bytes(levers, wide=workload.updates_wide) / moments] * moments
-        widths += [MASTER] if states.resident.masters else []
+        widths += [states.moment_bytes / moments] * moments
+        widths += [FLOAT32_BYTES] if states.resident.masters else []
     ranks = states.ranks if layout.zero else 1
     ends = 1 if stage.shares_embedding else stage.span.has_embedding + stage.span.has_head
     layers = 0 if states.streams_weights else stage.span.last - stage.span.first
-    left_bytes = 0
+    total_bytes = 0
     for width in widths:
-        left_bytes += ends * unsplit_bytes((stage.vocabulary,), width, ranks)
-        left_bytes += layers * unsplit_bytes(stage.last_layer_matrices, width, ranks)
-    return left_bytes
+        total_bytes += ends * unsplit_bytes((stage.vocabulary,), width, ranks)
+        total_bytes += layers * unsplit_bytes(stage.last_layer_matrices, width, ranks)
+    return total_bytes
 
 
 def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
@@ -191,63 +192,75 @@ class InFlight(NamedTuple):
     """A rank's fullest time in a pipeline."""
 
     other_bytes: int
-    """What micro-batches other than the one at work keep."""
-    summed: int
-    """Of how many micro-batches gradients are summed by its end; with one, there are none from before."""
-    begun_share: float = 1.0
-    """Of its layers, those that have gradients from before."""
-    gone_bytes: int | None = None
-    """Where that is its first backward: how much less is kept once gradients of all its layers are there."""
+    """Activations of the micro-batches in flight other than the one at work."""
+    summed_micro_batches: int
+    """Of how many micro-batches gradients are summed by the end of that backward; with one, none are there before."""
+    share_with_sums: float = 1.0
+    """Share of its layers that have gradients of earlier micro-batches by then."""
+    freed_bytes: int | None = None
+    """Where that is its first backward: activations that are gone once all its layers have gradients."""
 
 
 def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int, stream_bytes: int) -> InFlight:
     if layout.pipeline == 1:
-        return InFlight(0, micro_batches)
-    rank, chunks = stage.span.rank, layout.stages_per_rank
-    sent_bytes = (chunks - stage.span.has_head) * stream_bytes
+        return InFlight(other_bytes=0, summed_micro_batches=micro_batches)
+    stages = layout.stages_per_rank
+    sent_bytes = (stages - stage.span.has_head) * stream_bytes  # what each stage but the model's last sent on
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = loss.kept if stage.span.has_head else 0
+    other_bytes = _other_micro_batches_bytes(layout, stage, micro_batches, each_bytes, loss_bytes)
+    if micro_batches > 1 and forwards_come_first(layout, stage.span.rank, micro_batches):
+        # Interleaved, a rank's first stage begins backward after K backwards of each later one.
+        backwards_before = (stages - 1) * layout.pipeline + 1
+        freed_bytes = backwards_before * each_bytes // stages + loss_bytes
+        return InFlight(other_bytes, summed_micro_batches=1, freed_bytes=freed_bytes)
+    return InFlight(other_bytes, micro_batches, _share_with_sums(layout, stage.span, micro_batches))
+
+
+def _other_micro_batches_bytes(
+    layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int, loss_bytes: int
+) -> int:
+    """Of micro-batches that keep `each_bytes` in all stages of a rank, and `loss_bytes` for the loss."""
+    rank = stage.span.rank
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
-    other_bytes = _beside_one(stage, in_flight, each_bytes)
+    other_bytes = max(0, _of_stages(stage, in_flight, each_bytes) - each_bytes)
     if layout.schedule == "zb-v":
-        other_bytes = max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))
-    elif layout.schedule == "zero-bubble" and rank:
-        waiting = min(micro_batches, rank + 1)
-        other_bytes += waiting * stage.for_weights_bytes + (waiting - 1) * loss_bytes
-    elif chunks == 1:  # the last rank has several losses only where all forwards come first
-        other_bytes += (sum(in_flight) - 1) * loss_bytes
-    if micro_batches == 1 or not forwards_come_first(layout, rank, micro_batches):
-        # Some micro-batches go backward through a rank's last stage before any does through another.
-        first_backwards = 2 * layout.pipeline - 1 - rank if layout.in_v else layout.pipeline
-        is_early = chunks > 1 and micro_batches <= first_backwards
-        layers = stage.span.layers_by_stage
-        return InFlight(other_bytes, micro_batches, begun_share=layers[-1] / sum(layers) if is_early else 1.0)
-    # Interleaved, a rank's first piece begins after K backwards of each later one.
-    gone_pieces = (chunks - 1) * layout.pipeline + 1
-    return InFlight(other_bytes, 1, gone_bytes=gone_pieces * each_bytes // chunks + loss_bytes)
+        return max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))
+    if layout.schedule == "zero-bubble" and rank:
+        waiting = min(micro_batches, rank + 1)  # for their backward for weights
+        return other_bytes + waiting * stage.for_weights_bytes + (waiting - 1) * loss_bytes
+    if layout.stages_per_rank == 1:  # the last rank has several losses only where all forwards come first
+        return other_bytes + (sum(in_flight) - 1) * loss_bytes
+    return other_bytes
 
 
-def _of_stages(stage: StageMemory, in_flight: tuple[int, ...], of_all: int) -> int:
-    """What `in_flight` micro-batches of each stage have, if one has `of_all` in all of them: by their layers."""
+def _share_with_sums(layout: Layout, span: RankSpan, micro_batches: int) -> float:
+    """Share of a rank's layers that have sums of gradients when it is fullest: of several stages the last alone, where
+    all micro-batches go backward through that before any does through another."""
+    first_backwards = 2 * layout.pipeline - 1 - span.rank if layout.in_v else layout.pipeline
+    if layout.stages_per_rank == 1 or micro_batches > first_backwards:
+        return 1.0
+    return span.layers_by_stage[-1] / sum(span.layers_by_stage)
+
+
+def _of_stages(stage: StageMemory, micro_batches: tuple[int, ...], each_bytes: int) -> int:
+    """What so many micro-batches in each stage of a rank keep, if one keeps `each_bytes` in all: by their layers."""
     layers = stage.span.layers_by_stage
-    return ceil(of_all * sum(count * own for count, own in zip(in_flight, layers, strict=True)), sum(layers))
-
-
-def _beside_one(stage: StageMemory, in_flight: tuple[int, ...], of_all: int) -> int:
-    """The same without the micro-batch at work."""
-    return max(0, _of_stages(stage, in_flight, of_all) - of_all)
+    kept_layers = sum(count * own for count, own in zip(micro_batches, layers, strict=True))
+    return ceil(each_bytes * kept_layers, sum(layers))
 
 
 def _later_in_a_v(layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int) -> Iterator[int]:
     """A V after its loss: one more micro-batch down and one less up, of which one waits for weights; and when forwards
     are over, K down and r up, of which r + 1 and r wait."""
     rank, ranks = stage.span.rank, layout.pipeline
-    moments = [((ranks, rank), (rank + 1, rank))]
+    times = [((ranks, rank), (rank + 1, rank))]
     if not stage.span.has_head:
-        moments.append(((2 * ranks - rank, rank), (1, 0)))
-    for kept, waiting in moments:
-        kept_bytes = _beside_one(stage, _at_most(micro_batches, kept), each_bytes)
-        yield kept_bytes + _of_stages(stage, _at_most(micro_batches, waiting), stage.for_weights_bytes)
+        times.append(((2 * ranks - rank, rank), (1, 0)))
+    for in_flight, waiting in times:
+        kept_bytes = _of_stages(stage, _at_most(micro_batches, in_flight), each_bytes)
+        waiting_bytes = _of_stages(stage, _at_most(micro_batches, waiting), stage.for_weights_bytes)
+        yield max(0, kept_bytes - each_bytes) + waiting_bytes
 
 
 def _at_most(micro_batches: int, counts: tuple[int, ...]) -> tuple[int, ...]:

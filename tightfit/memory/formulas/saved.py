@@ -12,33 +12,35 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from tightfit.jobs.engine import ENGINES
+from tightfit.jobs.precision import FLOAT32_BYTES, INT32_BYTES, INT64_BYTES
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import low_rank_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
 
-Kind = Literal["residual", "norms", "attention", "mlp", "routing"]
-STATISTIC, INDEX, OFFSET = 4, 8, 4
-"""Bytes of a float32 per row, of an index (int64), and of an offset (int32)."""
+SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
 
 
 class SavedTensor(NamedTuple):
     """One tensor kept for backward."""
 
-    kind: Kind
+    kind: SavedKind
     name: str
     bytes: int
     why: str
+    count: int = 1
+    """How many of equal size these are, together of `bytes`."""
 
 
 class SavedBytes(NamedTuple):
-    """Saved tensors added up by kind."""
+    """Saved tensors added up by kind, and what the allocator counts with them (segments.py)."""
 
     residual: int = 0
     norms: int = 0
     attention: int = 0
     mlp: int = 0
     routing: int = 0
+    unsplit: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -66,10 +68,10 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
 def attended(shape: LocalShape) -> list[SavedTensor]:
     """Of attention itself."""
     spec = shape.spec
-    logsumexp_bytes = STATISTIC * shape.tokens * shape.heads
+    logsumexp_bytes = FLOAT32_BYTES * shape.tokens * shape.heads
     saved = [
         SavedTensor("attention", "queries", shape.query_bytes, "flash attention keeps what rope wrote"),
-        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes, "kept once per key head"),
+        SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes, "kept once per key head", 2),
         SavedTensor("attention", "output", shape.query_bytes, "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
     ]
@@ -132,7 +134,7 @@ def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
         up = SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input")
         activated = SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input")
         return [up, activated] if shape.trains("down") else [up]
-    saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product")]
+    saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product", 2)]
     apart = shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks
     if apart and shape.trains("down"):
         why = "projections with biases or adapters, or on a mesh, are by themselves, and down keeps its input"
@@ -148,23 +150,24 @@ def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
     spec, tokens, element_bytes, experts = shape.spec, shape.tokens, shape.element_bytes, shape.spec.experts
     assert experts is not None
     chosen, travels = experts.per_token * tokens, shape.expert > 1
-    probabilities_bytes = STATISTIC * (tokens + 1) * experts.count
-    weights_bytes = chosen * element_bytes + (STATISTIC * (chosen + tokens) if experts.normalise else 0)
-    index_bytes = INDEX * (2 * chosen + (3 if travels else 1) * shape.routed_rows)
-    index_bytes += OFFSET * experts.count // shape.expert
+    probabilities_bytes = FLOAT32_BYTES * (tokens + 1) * experts.count
+    weights_bytes = chosen * element_bytes + (FLOAT32_BYTES * (chosen + tokens) if experts.normalise else 0)
+    index_bytes = INT64_BYTES * (2 * chosen + (3 if travels else 1) * shape.routed_rows)
+    index_bytes += INT32_BYTES * experts.count // shape.expert
     inner_bytes = 2 * shape.experts_inner_bytes
     saved = [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
         SavedTensor("routing", "chosen experts and rows", index_bytes, "top-k, each row's token, each token's rows"),
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
-        SavedTensor("mlp", "experts' gate and up", inner_bytes, "no copies of tokens, no products, no outputs"),
+        SavedTensor("mlp", "experts' gate and up", inner_bytes, "no copies of tokens, no products, no outputs", 2),
     ]
     if experts.z_weight:
-        logits_bytes = STATISTIC * tokens * (experts.count + 1)
+        logits_bytes = FLOAT32_BYTES * tokens * (experts.count + 1)
         saved.append(SavedTensor("routing", "router logits", logits_bytes, "float32, and their logsumexp: the z-loss"))
     if spec.mlp_bias:
-        biased_bytes, why = INDEX * chosen + tokens * experts.count * element_bytes, "of down biases: [tokens, experts]"
-        saved.append(SavedTensor("routing", "weights by expert", biased_bytes, why))
+        by_expert_bytes = INT64_BYTES * chosen + tokens * experts.count * element_bytes
+        why = "of down biases: [tokens, experts]"
+        saved.append(SavedTensor("routing", "weights by expert", by_expert_bytes, why))
     if travels:
         saved.append(SavedTensor("mlp", "received rows", shape.routed_bytes, "the input of this rank's experts"))
     if experts.shared_size:
@@ -208,10 +211,8 @@ def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     norms = memory.norm_copies if spec.norm != "layer" else min(1.0, memory.norm_copies)
     rope = memory.rope_copies if spec.rope is not None else 0.0
     norm_bytes, rope_bytes = int(norms * shape.stream_bytes), int(rope * (shape.query_bytes + shape.key_bytes))
-    gate_bytes = int(
-        (memory.gate_copies if spec.gated else memory.activation_copies)
-        * shape.inner_bytes(spec.active_mlp_size(layer))
-    )
+    activation_copies = memory.gate_copies if spec.gated else memory.activation_copies
+    gate_bytes = int(activation_copies * shape.inner_bytes(spec.active_mlp_size(layer)))
     saved = [
         SavedTensor("norms", "unfused norms", norm_bytes, "single operations keep copies"),
         SavedTensor("attention", "unfused rope", rope_bytes, "products with sine and cosine"),
@@ -225,4 +226,4 @@ def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
 
 def statistic_bytes(spec: ModelSpec, rows: int) -> int:
     """What a norm keeps per row: 1/rms, and the mean of a LayerNorm."""
-    return STATISTIC * rows * (2 if spec.norm == "layer" else 1)
+    return FLOAT32_BYTES * rows * (2 if spec.norm == "layer" else 1)

@@ -3,8 +3,8 @@
 Requests are rounded to 512 bytes. Those up to 1 MiB come from segments of 2 MiB, others below 10 MiB from segments of
 20 MiB, the rest from segments of their own, rounded to 2 MiB. Of a large segment, up to 1 MiB that would be left over
 is not split off: it counts as allocated with the block before it (c10/cuda/CUDACachingAllocator.cpp; allocator.py
-replays all of it). For tensors that live as long as the run, layer after layer, this is a fixed share; for others it
-depends on the order of requests and is left to the simulation.
+replays all of it). For tensors that live as long as the run, layer after layer, this is a fixed share, and for large
+ones that are kept for backward; for others it depends on the order of requests and is left to the simulation.
 """
 
 from functools import lru_cache
@@ -30,6 +30,13 @@ def segment_bytes(size: int) -> int:
     if size < OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
     return -(-size // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+
+
+def unsplit_rest(tensor_bytes: int) -> int:
+    """Counted with a tensor that has a segment of its own, beyond its bytes."""
+    size = rounded(tensor_bytes)
+    rest_bytes = segment_bytes(size) - size
+    return rest_bytes if size >= OWN_SEGMENT_BYTES and rest_bytes <= SMALL_BYTES else 0
 
 
 @lru_cache(maxsize=4096)

@@ -9,6 +9,7 @@ Limits: no pages, whose last one per request is half empty on average.
 
 from typing import Literal, NamedTuple
 
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
@@ -19,7 +20,6 @@ from tightfit.models.spec import ModelSpec
 WeightFormat = Literal["fp32", "fp16", "bf16", "q8_0", "q4_1", "q4_0"]
 CacheFormat = Literal["model", "int8", "fp8"]
 """How keys and values are kept: as the model computes them, or a byte each with a float32 scale per vector."""
-WIDE = 4
 SCALE_BYTES = 4
 
 
@@ -44,7 +44,7 @@ def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
     """All weights in `form`."""
     block = BLOCKS[form]
     small = 0 if block.weights == 1 else small_params(spec)
-    return ceil((spec.params() - small) * block.bytes, block.weights) + WIDE * small
+    return ceil((spec.params() - small) * block.bytes, block.weights) + FLOAT32_BYTES * small
 
 
 def small_params(spec: ModelSpec) -> int:
@@ -112,7 +112,7 @@ def serving_ledger(
         weights,
         (kept, cache_bytes(spec, requests, length, form=cache)),
         (work, layer_cost(prompt, spec.layers - 1).forward_working),
-        (logits, WIDE * spec.vocab_size * requests),
+        (logits, FLOAT32_BYTES * spec.vocab_size * requests),
         (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),
     ]
     if expanded_bytes:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import INT32_BYTES, INT64_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import bounds_gradients, offloaded_count, stored_bytes
 from tightfit.levers.policy.recompute import KeepLevel
@@ -25,7 +26,7 @@ from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
-from tightfit.memory.formulas.saved import INDEX, OFFSET, SavedBytes, attention_saved, statistic_bytes
+from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statistic_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,22 +36,22 @@ class LayerKind:
     is_recomputed: bool
     weights: int
     apart_weights: int
-    """Of those, experts that are a group of their own (parallel/data.py), as other ranks hold other ones,"""
+    """Of `weights`, experts that FSDP2 has in a group apart (parallel/data.py), as other ranks hold other ones."""
     padding_weights: int
-    """and of experts, those that FSDP2 pads a stack with, which have no gradient (local_shape.py)."""
+    """Of `weights`, those that FSDP2 pads a stack of experts with, which have no gradient (local_shape.py)."""
     saved: SavedBytes
     working_bytes: int
     """Alive in a forward that keeps nothing."""
     moments: tuple[LayerMoment, ...]
     """Of its backward, and of computing it again where it is."""
-    growing: LayerMoment
-    """The fullest of them where gradients of weights come into being,"""
-    summing: LayerMoment
-    """and where they are added to sums that are there."""
+    fullest_growing: LayerMoment
+    """The fullest of `moments` where gradients of weights are new."""
+    fullest_summing: LayerMoment
+    """The fullest of `moments` where gradients of weights are added to sums that are there."""
     reduction_bytes: int
-    """What is held when the gradients of experts apart are reduced: what attention kept, the MLP's input's gradient,"""
+    """Activations when gradients of experts apart are reduced: what attention kept, the gradient of the MLP's input."""
     attention_bytes: int
-    """and in attention's backward, after that."""
+    """Activations in attention's backward, after that."""
 
 
 class LayerVisit(NamedTuple):
@@ -61,8 +62,8 @@ class LayerVisit(NamedTuple):
     """What the layers before it keep."""
     done_weights: int
     """Of the layers after it, which are done."""
-    growing: LayerMoment
-    """The fullest moment, or each, where gradients of weights come into being."""
+    moment: LayerMoment
+    """The fullest of its kind where gradients of weights are new; where every layer is visited, each in turn."""
     is_first: bool
     is_last: bool
     is_inner: bool
@@ -85,11 +86,11 @@ class StageMemory:
     padding_weights: int
     """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
     widest: int
-    """Weights of the layer that has most,"""
+    """Weights of the layer that has most."""
     widest_group: int
-    """of the largest group of a layer that FSDP2 gathers at once,"""
+    """Weights of the largest group that FSDP2 gathers at once of a layer."""
     widest_dense: int
-    """and of the largest that leads a layer: without experts that are a group of their own."""
+    """Weights of the largest such group without those of experts apart."""
     vocabulary: int
     """Weights of the embedding or the output projection."""
     shares_embedding: bool
@@ -216,8 +217,8 @@ def _layer_kind(shape: LocalShape, layer: int, level: KeepLevel) -> LayerKind:
         saved=saved_bytes(shape, layer, level),
         working_bytes=cost.forward_working,
         moments=moments,
-        growing=max(moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)),
-        summing=max(moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes)),
+        fullest_growing=max(moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)),
+        fullest_summing=max(moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes)),
         reduction_bytes=kept_by_attention + shape.hidden_bytes if apart else 0,
         attention_bytes=sum(each.activation_bytes for each in moments if each.name == "attention") if apart else 0,
     )
@@ -252,13 +253,13 @@ def _visits(
             kind=kind,
             saved_before=_saved(shape, before, offloaded),
             done_weights=sum(after.weights for after in kinds[index + 1 :]),
-            growing=kind.growing,
+            moment=kind.fullest_growing,
             is_first=index == 0,
             is_last=index == last,
             is_inner=not every_layer and index not in ends_of_kinds,
             awaits_input=called and 0 < recomputed_before <= offloaded,
         )
-        yield from (visit._replace(growing=moment) for moment in kind.moments) if every_layer else (visit,)
+        yield from (visit._replace(moment=moment) for moment in kind.moments) if every_layer else (visit,)
 
 
 def _for_weights_bytes(shape: LocalShape) -> int:
@@ -273,9 +274,9 @@ def _tables_bytes(shape: LocalShape, span: RankSpan) -> int:
     spec, layers = shape.spec, range(span.first, span.last)
     ropes = {rope for layer in layers if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)
-    positions_bytes = INDEX * shape.length if spec.rope is None and span.has_embedding else 0
+    positions_bytes = INT64_BYTES * shape.length if spec.rope is None and span.has_embedding else 0
     counted_bytes = 0
     if spec.experts is not None:
         counters = spec.experts.count * (1 if spec.experts.capacity_factor is None else 2)
-        counted_bytes = OFFSET * counters * sum(map(spec.is_routed, layers))
+        counted_bytes = INT32_BYTES * counters * sum(map(spec.is_routed, layers))
     return 2 * shape.length * pairs * shape.element_bytes + positions_bytes + counted_bytes

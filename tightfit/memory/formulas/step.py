@@ -5,15 +5,14 @@ first while gradients of weights grow (gradients.py): it begins at the loss, goe
 reduction after each, and ends at the embedding. The optimizer has all gradients and what updating makes beside them.
 """
 
+from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
 from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.levers.policy.updates import BUCKET_BYTES, FACTORED_CHUNK_ELEMENTS
 from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.rank import RankMemory
-from tightfit.memory.formulas.saved import INDEX
 from tightfit.memory.formulas.stage import LayerVisit
 from tightfit.memory.formulas.story import StepMoment
 
-WIDE = 4
 SMALL_EMBEDDING_TOKENS = 3072
 ROWS_PER_PARTIAL = 10
 SORTED_INDICES = 4
@@ -36,7 +35,7 @@ def forward(rank: RankMemory) -> list[StepMoment]:
     if rank.teacher.teaching:
         moments.append(StepMoment(earlier_gradients=gradients.earlier_bytes, teacher=rank.teacher.teaching))
     # Updates of the last step have not been waited for, when the embedding is looked up.
-    at_start = {**rank.throughout, "earlier_gradients": max(gradients.left_bytes, gradients.earlier_bytes)}
+    at_start = {**rank.throughout, "earlier_gradients": max(gradients.from_last_step_bytes, gradients.earlier_bytes)}
     if rank.resident.staging:
         moments.append(StepMoment(**at_start))
     if weights.zero:
@@ -109,7 +108,7 @@ def backward(rank: RankMemory) -> list[StepMoment]:
 def _at_loss(rank: RankMemory) -> StepMoment:
     """The fused loss's float32 sums become the output projection's gradient."""
     stage, cost, wide_bytes = rank.stage, rank.loss, rank.loss.wide_weight_gradient
-    is_cast = wide_bytes and rank.shape.element_bytes < WIDE and not cost.rounds_in_place
+    is_cast = wide_bytes and rank.shape.element_bytes < FLOAT32_BYTES and not cost.rounds_in_place
     narrow_bytes = rank.shape.element_bytes * stage.vocabulary if is_cast else 0
     return StepMoment(
         *stage.saved,
@@ -124,7 +123,7 @@ def _at_loss(rank: RankMemory) -> StepMoment:
 def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
     """The fullest moment of a layer."""
     gradients = rank.gradients
-    moment = visit.kind.summing if gradients.add_in_place else visit.growing
+    moment = visit.kind.fullest_summing if gradients.add_in_place else visit.moment
     done_bytes = gradients.done(visit.done_weights)
     return StepMoment(
         *visit.saved_before,
@@ -132,7 +131,7 @@ def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
         working_weights=rank.weights.at_layer(visit),
         done_gradients=done_bytes,
         layer_gradients=gradients.of_layer(moment, done_bytes),
-        vocabulary_gradients=gradients.head(visit, moment) if gradients.limit_bytes else gradients.head_bytes,
+        vocabulary_gradients=gradients.head(visit, moment),
         layer_saved=moment.saved_bytes,
         activation_gradients=moment.gradient_bytes,
         kernel_workspace=moment.workspace_bytes,
@@ -204,7 +203,7 @@ def _embedding_sums(rank: RankMemory) -> int:
     if tokens <= SMALL_EMBEDDING_TOKENS:
         return 0
     rows = min(tokens, spec.vocab_size) + tokens // ROWS_PER_PARTIAL
-    return WIDE * rows * spec.hidden_size + SORTED_INDICES * INDEX * tokens
+    return FLOAT32_BYTES * rows * spec.hidden_size + SORTED_INDICES * INT64_BYTES * tokens
 
 
 def _at_first_sums(rank: RankMemory) -> StepMoment:
@@ -253,10 +252,10 @@ def optimizer(rank: RankMemory) -> StepMoment:
         return StepMoment(all_gradients=shard_bytes)
     has_masters = rank.states.resident.masters > 0
     copies_bytes = 0
-    if is_torch_adamw(levers, wide=has_masters or element_bytes == WIDE):
+    if is_torch_adamw(levers, wide=has_masters or element_bytes == FLOAT32_BYTES):
         copies_bytes = _widened_bytes(rank) if has_masters else 0
     elif levers.optimizer_states == "factored":  # a second moment is spread out again, a chunk at a time
-        copies_bytes = 3 * WIDE * min(FACTORED_CHUNK_ELEMENTS, count)
+        copies_bytes = 3 * FLOAT32_BYTES * min(FACTORED_CHUNK_ELEMENTS, count)
     in_flight_bytes = rank.other_micro_batches_bytes if rank.layout.has_two_versions else 0
     return StepMoment(
         other_micro_batches=in_flight_bytes, all_gradients=element_bytes * count, update_copies=copies_bytes
@@ -268,9 +267,9 @@ def _widened_bytes(rank: RankMemory) -> int:
     stage = rank.stage
     embedding = stage.vocabulary if stage.span.has_embedding else 0
     freed_bytes = 0 if has_buckets(rank.layout) else rank.shape.element_bytes
-    bucket = min(BUCKET_BYTES, WIDE * stage.weights) // WIDE
+    bucket = min(BUCKET_BYTES, FLOAT32_BYTES * stage.weights) // FLOAT32_BYTES
     return max(
-        WIDE * embedding,
-        WIDE * max(stage.last_layer_matrices) - freed_bytes * embedding,
-        (WIDE - freed_bytes) * bucket,
+        FLOAT32_BYTES * embedding,
+        FLOAT32_BYTES * max(stage.last_layer_matrices) - freed_bytes * embedding,
+        (FLOAT32_BYTES - freed_bytes) * bucket,
     )

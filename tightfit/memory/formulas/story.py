@@ -29,7 +29,7 @@ class About(NamedTuple):
 class StepMoment(NamedTuple):
     """One moment of a step: what is on the GPU beside what is resident. What is not named is not there.
 
-    The first five are the SavedBytes of the micro-batch at work, which `StepMoment(*saved, …)` takes as they are.
+    The first six are the SavedBytes of the micro-batch at work, which `StepMoment(*saved, …)` takes as they are.
     """
 
     residual: Annotated[int, About("activations", "residual", KEPT)] = 0
@@ -37,6 +37,7 @@ class StepMoment(NamedTuple):
     attention: Annotated[int, About("activations", "attention", KEPT)] = 0
     mlp: Annotated[int, About("activations", "mlp", KEPT)] = 0
     routing: Annotated[int, About("activations", "routing", KEPT)] = 0
+    unsplit: Annotated[int, About("activations", ROUNDING, "rests of segments that are not split off")] = 0
     other_micro_batches: Annotated[int, About("activations", "of other micro-batches", "in flight in the pipeline")] = 0
     outside_layers: Annotated[int, About("activations", "outside the layers", "final norm, rope, tokens by expert")] = 0
     stream: Annotated[int, About("activations", "residual stream", "the input of the layer at work")] = 0

@@ -12,12 +12,11 @@
 from dataclasses import dataclass, replace
 
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.teacher import Teacher
 from tightfit.levers.policy.loss_chunks import SPLIT_PRODUCT_BYTES, distillation_chunks, distillation_row_bytes
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
-
-WIDE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class TeacherMemory:
     at_loss: int = 0
     """From the host: its output projection."""
     chunk: int = 0
-    sum_bytes: int = WIDE
+    sum_bytes: int = FLOAT32_BYTES
     """In which the output projection's gradient is summed: 4, or 3 (kernels/split_sum.py)."""
 
 
@@ -44,14 +43,14 @@ def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: L
     on_host, element_bytes = teacher.place == "host", shape.element_bytes
     head_bytes = element_bytes * spec.vocab_size * spec.hidden_size if on_host else 0
     arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * element_bytes if on_host else 0
-    map_bytes = WIDE * shape.rows * shape.length**2 if teacher.maps else 0  # averaged over heads
+    map_bytes = FLOAT32_BYTES * shape.rows * shape.length**2 if teacher.maps else 0  # averaged over heads
     teaching_maps_bytes = (teacher.maps + 3 * spec.heads) * map_bytes
     student_maps_bytes = teacher.maps * (3 * student.heads + 2) * map_bytes
     features_bytes = teacher.features * student_shape.hidden_bytes
     row_bytes = distillation_row_bytes(student.vocab_size, element_bytes, fused=True)
     sizes = shape.tokens, student.vocab_size, student.hidden_size, element_bytes
     chunks = distillation_chunks(*sizes, levers.loss_chunk_bytes, narrow=bf16)
-    product_bytes = SPLIT_PRODUCT_BYTES if chunks.sum_bytes < WIDE else 0
+    product_bytes = SPLIT_PRODUCT_BYTES if chunks.sum_bytes < FLOAT32_BYTES else 0
     working_bytes = layer_cost(shape, spec.layers - 1).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,

@@ -21,11 +21,11 @@ class CubicMlp(NamedTuple):
     """What the products of an MLP on a 3D mesh take beside what is kept."""
 
     forward_bytes: int
-    """The down projection's input gathered, its result before and after it is scattered,"""
+    """Of the down projection: its input gathered, its result before and after it is scattered."""
     down_backward_bytes: int
-    """the same backward, with the gradient of its input,"""
+    """Of the down projection's backward: gathered gradients and input, and the gradient of its input."""
     up_backward_bytes: int
-    """and of gate and up."""
+    """Of the backward of gate and up."""
 
 
 def cubic_mlp(shape: LocalShape) -> CubicMlp | None:

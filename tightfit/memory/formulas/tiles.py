@@ -5,10 +5,11 @@ gradient of their product for a tile's tokens, beside float32 sums of the weight
 hand. Then attention, a group of heads after another, then the projections, again by tiles.
 """
 
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace, ring_workspace
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import STATISTIC, SavedTensor, attended
+from tightfit.memory.formulas.saved import SavedTensor, attended
 
 
 def tiled_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
@@ -33,12 +34,12 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
     weights = _second_half_weights(shape)
     mlp_weights = weights - shape.spec.hidden_size * shape.heads * shape.spec.head_dim
     arrived_bytes = 2 * shape.stream_bytes + shape.query_bytes  # gradients of y, x and attention's output
+    keeps_product = shape.adapted is not None and shape.trains("down")
     product = LayerMoment(
         "gradient of a tile's product",
         saved_bytes=saved_bytes,
-        # beside gate, up and the gradient of their product, that itself where an adapter keeps it
-        gradient_bytes=arrived_bytes
-        + _tile_bytes(shape, inner=3 + (shape.adapted is not None and shape.trains("down"))),
+        # gate, up and the gradient of their product, beside it where an adapter keeps it
+        gradient_bytes=arrived_bytes + _tile_bytes(shape, inner=4 if keeps_product else 3),
         workspace_bytes=expanded_bytes(shape, "down", 0),
         weight_copies=_float32_sums(shape, weights),
     )
@@ -105,4 +106,4 @@ def _second_half_weights(shape: LocalShape) -> int:
 
 def _float32_sums(shape: LocalShape, weights: int) -> int:
     """The sums of gradients over tiles, counted in weights of `element_bytes`."""
-    return weights * STATISTIC // shape.element_bytes
+    return weights * FLOAT32_BYTES // shape.element_bytes

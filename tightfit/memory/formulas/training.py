@@ -1,6 +1,6 @@
 """Training: the fullest moment of every phase of a step, on every pipeline rank.
 
-- init: what lives as long as the run. States exist from the start (train/optimizer.py), so no first step differs.
+- init: what lives as long as the run. States exist from the start (train/optimizer), so no first step differs.
 - forward, loss, backward, optimizer: told in step.py.
 - evaluation: a forward that keeps nothing. save: the host holds what the file will.
 """
@@ -30,11 +30,11 @@ class Peaks(NamedTuple):
     """The most that a training step needs."""
 
     gpu_bytes: int
-    """Of one card, slack and context included,"""
+    """Of one card, slack and context included."""
     host_bytes: int
-    """of the host for each rank,"""
+    """Of the host, for each rank."""
     saved_bytes: int
-    """and what a rank copies there besides to write a checkpoint."""
+    """Copied to the host by each rank besides, to write a checkpoint."""
 
 
 def peaks(
@@ -46,7 +46,7 @@ def peaks(
     room_bytes: float = math.inf,
 ) -> Peaks:
     """Of the fullest pipeline rank, or of the first that needs more than `room_bytes`."""
-    gpu_bytes = host_bytes = saved = 0
+    gpu_bytes = host_bytes = saved_bytes = 0
     for number in telling_ranks(workload, layout, levers):
         rank = rank_memory(workload, layout, levers, number, overheads)
         fullest_bytes = max(map(sum, _step(rank)))
@@ -54,23 +54,26 @@ def peaks(
         host_bytes = max(host_bytes, sum(rank.host))
         # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
         copied_bytes = state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0)
-        saved = max(saved, copied_bytes + rank.resident.older_weights)
+        saved_bytes = max(saved_bytes, copied_bytes + rank.resident.older_weights)
         if gpu_bytes > room_bytes:
             break
-    return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved)
+    return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved_bytes)
 
 
-def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
-    """A lower bound of `peaks` that takes no look at activations: states, and gradients beside them when the optimizer
-    begins, of the first pipeline rank."""
+def least_peaks(workload: Workload, layout: Layout, levers: Levers) -> Peaks:
+    """A lower bound of `peaks` without activations: states, and gradients beside them when the optimizer begins, of
+    the first pipeline rank."""
     span = rank_spans(workload.spec, workload.sequence_length, layout)[0]
     states = resident_states(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), span))
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
-    here_bytes, away_bytes = state_bytes(states.resident), state_bytes(states.host)
-    allocated_bytes = here_bytes + waiting_bytes + frozen_bytes(workload)
-    copied_bytes = here_bytes + (away_bytes if layout.ranks > 1 else 0)
-    return Peaks(engine_overheads(workload, overheads).with_these(allocated_bytes), away_bytes, copied_bytes)
+    gpu_state_bytes, host_state_bytes = state_bytes(states.resident), state_bytes(states.host)
+    allocated_bytes = gpu_state_bytes + waiting_bytes + frozen_bytes(workload)
+    return Peaks(
+        gpu_bytes=engine_overheads(workload, DEFAULT).with_these(allocated_bytes),
+        host_bytes=host_state_bytes,
+        saved_bytes=gpu_state_bytes + (host_state_bytes if layout.ranks > 1 else 0),
+    )
 
 
 def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:

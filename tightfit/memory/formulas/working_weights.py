@@ -97,7 +97,7 @@ class WorkingWeights:
         return self.states.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
 
     def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
-        """In forward."""
+        """The buffer that FSDP2 gathers a group of weights into, in forward."""
         if not self.zero:
             return 0
         # A rank that shares its experts with nobody gathers them without a buffer.
@@ -106,7 +106,7 @@ class WorkingWeights:
         return max(0, self.states.element_bytes * weights - (earlier_gradient_bytes if self.stays_gathered else 0))
 
     def gathering_buffers(self, earlier_gradient_bytes: int) -> int:
-        """As a group is copied out of its buffer: that, and the buffer of the group before."""
+        """While a group is copied out of its all-gather buffer: this one, and that of the group before."""
         own_bytes = self.all_gather_buffer(earlier_gradient_bytes)
         return own_bytes + self.states.element_bytes * self.stage.widest_dense if own_bytes else 0
 
@@ -133,7 +133,7 @@ class WorkingWeights:
         return self.states.kept_gradient_bytes * weights // self.states.ranks
 
     def before_cast(self, weights: int) -> int:
-        """The same as they come out of the reduction, where they are then cast to what is kept."""
+        """Reduced gradients of so many weights before they are cast to the dtype that is kept; 0 where none are."""
         reduced_bytes = self.states.reduced_gradient_bytes
         return reduced_bytes * weights // self.states.ranks if reduced_bytes > self.states.kept_gradient_bytes else 0
 

@@ -115,7 +115,7 @@ class GgufFile:
         return data.reshape(last - first, -1)
 
     def _decoded(self, tensor: StoredTensor, first: int, last: int) -> NDArray[np.float32]:
-        """The same as numbers."""
+        """A tensor's blocks as numbers."""
         gguf, data = import_gguf(), self._stored(tensor, first, last)
         floats = {gguf.GGMLQuantizationType.F32: "<f4", gguf.GGMLQuantizationType.F16: "<f2"}
         if tensor.kind in floats:

@@ -54,7 +54,7 @@ class Adapter:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def to(self, dtype: torch.dtype) -> "Adapter":
-        """The same in other numbers."""
+        """These adapters in another dtype."""
         made = {key: tensor.to(dtype) for key, tensor in self._tensors().items()}
         changes = {name: LowRank(made[id(each.down)], made[id(each.up)]) for name, each in self.changes.items()}
         return Adapter(self.source, self.rank, changes)

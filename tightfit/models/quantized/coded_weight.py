@@ -81,7 +81,7 @@ class CodedWeight:
         )
 
     def to(self, device: torch.device | str) -> "CodedWeight":
-        """The same on another device."""
+        """This weight on another device."""
         moved = {name: _moved(getattr(self, name), device) for name in MOVED}
         lost = self.outliers
         outliers = lost and Outliers(lost.starts.to(device), lost.columns.to(device), lost.values.to(device))

@@ -89,7 +89,7 @@ class HeldWeights:
 
     @property
     def total_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights in memory."""
         return self.coded_bytes + self.plain_bytes
 
 
@@ -104,7 +104,7 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """As stored."""
+        """Bytes of the tensor as it is stored."""
         return prod(self.shape) * (1 if self.dtype.startswith(FLOAT8) else DTYPE_BYTES.get(self.dtype, 0))
 
 

@@ -49,7 +49,7 @@ class Grid:
 
     @property
     def scale(self) -> Tensor:
-        """As a reader will see it."""
+        """The scale as whoever reads the file will see it."""
         return self.stored.scale
 
     def code(self, weight: Tensor) -> CodedWeight:

@@ -97,7 +97,7 @@ class Scheme:
         return outputs * words * 4 + self._scale_bytes(outputs, self.groups(inputs)) + INPUT_SCALE_BYTES * self.static
 
     def held_bytes(self, outputs: int, inputs: int) -> int:
-        """The same in memory (linear.py): a zero point takes a byte there, and the mean of NF4's scales four."""
+        """Bytes in memory (linear.py), where a zero point takes a byte, and the mean of NF4's scales four."""
         groups = self.groups(inputs)
         points = 1 if self.group < 0 else outputs * groups
         narrow = 0 if self.outliers else points - self._zero_bytes(outputs, groups)

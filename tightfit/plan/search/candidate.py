@@ -26,9 +26,9 @@ class Candidate:
     costs: Costs
     gpu_bytes: int
     host_bytes: int
-    """While it trains,"""
+    """Of a node's host while it trains."""
     saving_bytes: int
-    """and copied there besides to write a checkpoint."""
+    """Copied to a node's host besides, to write a checkpoint."""
 
     @cached_property
     def time(self) -> StepTime:
@@ -46,10 +46,8 @@ class Candidate:
         return self.host_bytes + self.saving_bytes
 
     def shortage_bytes(self, machine: Machine, share: float = 1.0) -> int:
-        """What a node's cards lack beyond `share` of them, and its host; a host of unknown size holds anything."""
-        card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
-        host = 0 if machine.host_bytes is None else self.host_peak_bytes - machine.host_bytes
-        return max(0, card) * min(machine.per_node, self.layout.ranks) + max(0, host)
+        """What a node's cards, of which `share` may be used, and its host lack together."""
+        return _shortage_bytes(machine, self.layout, self.gpu_bytes, self.host_peak_bytes, share)
 
     def fits(self, machine: Machine, share: float = 1.0) -> bool:
         """Whether card and host hold it."""
@@ -61,6 +59,13 @@ class Candidate:
         layout, levers = self.layout, self.levers
         pulled = sum(getattr(levers, name) != getattr(NO_LEVERS, name) for name in Levers.model_fields)
         return len(layout.splits) + (layout.tensor_mesh != "1d"), pulled, layout.zero
+
+
+def _shortage_bytes(machine: Machine, layout: Layout, gpu_bytes: int, host_bytes: int, share: float) -> int:
+    """Of a node whose cards need `gpu_bytes` each, and its host `host_bytes`; one of unknown size holds anything."""
+    card = gpu_bytes - int(share * machine.accelerator.memory_bytes)
+    host = 0 if machine.host_bytes is None else host_bytes - machine.host_bytes
+    return max(0, card) * min(machine.per_node, layout.ranks) + max(0, host)
 
 
 class Pricing:
@@ -100,15 +105,13 @@ class Pricing:
         return host_bytes is None or self.least_host_bytes(layout, levers) <= host_bytes
 
     def card_may_hold(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
-        """The same of the card alone."""
+        """Whether the card holds what does not depend on activations."""
         return self.least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
 
     def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float = 1.0) -> int:
         """A lower bound of a candidate's shortage."""
-        machine = self.space.machine
-        card = self.least_peaks(layout, levers).gpu_bytes - self._room_bytes(share)
-        host = 0 if machine.host_bytes is None else self.least_host_bytes(layout, levers) - machine.host_bytes
-        return max(0, card) * self._ranks_here(layout) + max(0, host)
+        gpu_bytes, host_bytes = self.least_peaks(layout, levers).gpu_bytes, self.least_host_bytes(layout, levers)
+        return _shortage_bytes(self.space.machine, layout, gpu_bytes, host_bytes, share)
 
     def least_host_bytes(self, layout: Layout, levers: Levers) -> int:
         """Of a node: states that are there, and copies of all states to write a checkpoint."""
@@ -116,7 +119,7 @@ class Pricing:
         return least.host_bytes * self._ranks_here(layout) + self._saving_bytes(layout, least)
 
     def least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
-        """Without a look at activations: the same for many micro-batches, schedules and levers."""
+        """A lower bound without activations, which many micro-batches, schedules and levers share."""
         key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
         if key not in self._least:
             self._least[key] = least_peaks(self.space.workload, layout, levers)

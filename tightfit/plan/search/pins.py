@@ -38,12 +38,12 @@ class Pins:
             yield from ((section, name) for name in getattr(self, section) if f"{section}.{name}" not in self.of_engine)
 
     def without(self, section: str, name: str) -> "Pins":
-        """The same pins but one."""
+        """These pins without one of them."""
         kept = {key: value for key, value in getattr(self, section).items() if key != name}
         return replace(self, layout=kept) if section == "layout" else replace(self, levers=kept)
 
     def with_levers(self, levers: Mapping[str, Any]) -> "Pins":
-        """The same and these."""
+        """These pins, and some levers besides."""
         return replace(self, levers={**self.levers, **levers})
 
     def with_engine(self, engine: Engine) -> "Pins":

@@ -28,7 +28,7 @@ HOPELESS = 3.0
 """Layouts this many times slower than the best are not looked at: nobody would take them."""
 TOLD = 6
 """Kinds of layouts that are told: the fastest, and five others."""
-Kind = tuple[int | str, ...]
+LayoutKind = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class _Search:
         self.pricing, self.space, self.share, self.host = pricing, pricing.space, share, host
         self.families = [[each for each in family if self._levers(each)] for family in families]
         self.feasible: dict[int, bool] = {}
-        self.best: dict[Kind, Candidate] = {}
+        self.best: dict[LayoutKind, Candidate] = {}
 
     @property
     def layouts(self) -> int:
@@ -145,7 +145,7 @@ class _Search:
         weakest = next((group[0] for group in groups if self.pricing.may_fit(layout, group[-1], self.share)), None)
         return None if weakest is None else self._step_s(layout, weakest)
 
-    def _limit_s(self, kind: Kind | None = None) -> float:
+    def _limit_s(self, kind: LayoutKind | None = None) -> float:
         """From here on a plan is not told: its kind has one as fast, as many kinds as are told do, or it is hopeless;
         but one that is as good as the fastest may be simpler."""
         if not self.best:
@@ -219,7 +219,7 @@ class _Search:
         return candidate.shortage_bytes(self.space.machine, self.share)
 
 
-def kind_of(layout: Layout) -> Kind:
+def kind_of(layout: Layout) -> LayoutKind:
     """What is split, and how the data ranks share."""
     return (*(getattr(layout, name) > 1 for name in SPLITS), layout.tensor_mesh, layout.zero)
 

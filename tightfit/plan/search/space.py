@@ -22,8 +22,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.refusals import refused_by_trainer, refused_layout, refused_levers
-from tightfit.jobs.rules.rule import Run
+from tightfit.jobs.rules.refusals import refused_levers, refused_workload
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
@@ -72,9 +71,10 @@ class SearchSpace:
     def families(self, worth: Callable[[Layout], bool] = lambda layout: True) -> Iterator[list[Layout]]:
         """Layouts that differ in micro-batch and schedule only, smallest micro-batch first; of those that are `worth`
         asking the rulebook about."""
-        for made in self._every_family():
-            cut = (layout for layout in made if layout.pipeline * layout.stages_per_rank <= self.workload.spec.layers)
-            if family := [layout for layout in cut if worth(layout) and self._reason(layout) is None]:
+        layers = self.workload.spec.layers
+        for layouts in self._every_family():
+            cuttable = (layout for layout in layouts if layout.pipeline * layout.stages_per_rank <= layers)
+            if family := [layout for layout in cuttable if worth(layout) and self._reason(layout) is None]:
                 yield family
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
@@ -82,8 +82,8 @@ class SearchSpace:
         for mesh, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
             if mesh["tensor_mesh"] != "1d" and pipeline * context > 1:
                 continue  # the rulebook refuses them all
-            data, rest = divmod(self.machine.ranks, mesh["tensor"] * pipeline * context)
-            if rest or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
+            data, left_over = divmod(self.machine.ranks, mesh["tensor"] * pipeline * context)
+            if left_over or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
             for expert, zero in product(self._expert(data * context), self._zero(data * context, pipeline)):
                 degrees = mesh | {"pipeline": pipeline, "context": context, "ring": ring, "data": data}
@@ -91,7 +91,7 @@ class SearchSpace:
 
     def _reason(self, layout: Layout) -> str | None:
         """What the rulebook has against `layout`, or against all levers in it."""
-        if sentence := refused_layout(layout) or self.refusal(layout, NO_LEVERS):
+        if sentence := self.refusal(layout, NO_LEVERS):
             return sentence
         if not self.pins.levers or self.levers_of(layout):
             return None
@@ -99,19 +99,7 @@ class SearchSpace:
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
         """What the rulebook says against a candidate."""
-        workload = self.workload
-        run = Run(
-            layout=layout,
-            levers=levers,
-            precision=workload.precision,
-            accumulation=workload.micro_batches(layout),
-            spec=workload.spec,
-            sequence_length=workload.sequence_length,
-            distills=workload.teacher is not None,
-            rounding=workload.rounding,
-            adapted=workload.adapted,
-        )
-        return refused_by_trainer(run)
+        return refused_workload(self.workload, layout, levers)
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
         """One of these needs the least memory: the smallest micro-batch of each schedule, or one of those that keep
@@ -285,15 +273,15 @@ class SearchSpace:
             )
         return self._without_batch() or self._without_a_pin()
 
-    def _against_pins_alone(self, rest: int) -> str | None:
+    def _against_pins_alone(self, other_ranks: int) -> str | None:
         """What the rulebook has against the pinned splits, where all other ranks are data ranks."""
         pins = self.pins.layout
         names = ["tensor", "pipeline", "context", "expert"]
         names += ["ring"] if "context" in pins else []
         names += ["tensor_mesh", "tensor_depth"] if "tensor" in pins and "tensor_mesh" in pins else []
         splits = {name: pins[name] for name in names if name in pins}
-        alone = Layout.model_construct(**splits, data=pins.get("data", 1) * rest)
-        return refused_layout(alone) or self.refusal(alone, NO_LEVERS)
+        alone = Layout.model_construct(**splits, data=pins.get("data", 1) * other_ranks)
+        return self.refusal(alone, NO_LEVERS)
 
     def _without_batch(self) -> str | None:
         """About rows that are too few or odd, where another number of them leaves a layout."""

@@ -46,13 +46,7 @@ def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_le
 
 def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[float, float, AttentionRates]]:
     """Share of layers, pairs of one of their rows, and the kernel they take: windowed layers, and the others."""
-    usual = AttentionRates(
-        forward_flop_s=rates.attention_forward_flop_s,
-        backward_flop_s=rates.attention_backward_flop_s,
-        forward_token_keys=rates.forward_token_keys,
-        backward_token_keys=rates.backward_token_keys,
-    )
-    own = rates.windowed or usual
+    usual, own = rates.attention, rates.own_attention or rates.attention
     windowed_share = len(spec.window_layers) / spec.layers
     return [
         (windowed_share, _windowed_pairs(spec, sequence_length), own),

@@ -15,6 +15,7 @@ efficient.
 from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.groups import MakeGroup
 from tightfit.plan.seconds.overlap import with_contention_s
@@ -22,23 +23,6 @@ from tightfit.plan.seconds.overlap import with_contention_s
 MERGE_BYTES = 2 * 4 + 2
 """Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
 MERGED_SHARE = 3 / 4
-FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadExchange:
-    """The exchange of heads in one layer for one micro-batch, one way."""
-
-    sent_s: float
-    """The all-to-alls of queries, keys and values, and of outputs."""
-    copied_bytes: float
-    """Read or written to sort them."""
-    bytes_s: float
-
-    @property
-    def one_way_s(self) -> float:
-        """Forward, and backward as much."""
-        return self.sent_s + self.copied_bytes / self.bytes_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +45,8 @@ class Ring:
 
     def backward_s(self, attention_s: float) -> float:
         """Beside attention backward."""
-        return self._sent_s(self.send_s + self.gradient_send_s, attention_s) + self._merged_s(
-            self.query_numbers + self.key_numbers
-        )
+        sent_s = self._sent_s(self.send_s + self.gradient_send_s, attention_s)
+        return sent_s + self._merged_s(self.query_numbers + self.key_numbers)
 
     def _sent_s(self, one_send_s: float, attention_s: float) -> float:
         traffic_s = (self.ranks - 1) * one_send_s
@@ -81,19 +64,17 @@ def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tupl
     return tokens * spec.query_size / layout.tensor, tokens * 2 * kv_heads * spec.head_dim
 
 
-def head_exchange(
-    group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float
-) -> HeadExchange:
-    """Context ranks that exchange heads of `tokens` tokens, on cards that copy `bytes_s`."""
+def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> float:
+    """Seconds in which context ranks exchange heads of `tokens` tokens forward, and backward as much."""
+    if layout.exchanging == 1:
+        return 0.0
     query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
     ranks = group(layout.tensor, layout.exchanging)
     qkv_bytes = (query_numbers + key_numbers) * workload.weight_bytes
     out_bytes = query_numbers * workload.weight_bytes
-    return HeadExchange(
-        sent_s=ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes),
-        copied_bytes=2 * (qkv_bytes + out_bytes) if layout.exchanging > 1 else 0.0,
-        bytes_s=bytes_s,
-    )
+    sent_s = ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes)
+    sorted_bytes = 2 * (qkv_bytes + out_bytes)  # read and written
+    return sent_s + sorted_bytes / bytes_s
 
 
 def context_ring(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> Ring:

@@ -78,7 +78,7 @@ def data_traffic(
     reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
     calls = layers + 1
     if engine.bucket_bytes is not None:
-        calls = max(1, round(params.held * reduced_bytes / engine.bucket_bytes))
+        calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
 
     def gathered_s(bytes_each: int) -> float:
         dense_s = dense_group.all_gather_s(params.dense * bytes_each / calls)
@@ -88,7 +88,7 @@ def data_traffic(
     summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
     summed_s = dense_group.all_reduce_s(params.dense * summed_bytes / calls)
     summed_s += expert_group.all_reduce_s(params.experts * summed_bytes / calls) if params.experts else 0.0
-    byte_each_s = params.held / bytes_s
+    byte_each_s = params.all / bytes_s
     return DataTraffic(
         gather_s=gathered_s(weight_bytes),
         reduce_s=gathered_s(reduced_bytes),

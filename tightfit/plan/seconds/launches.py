@@ -11,23 +11,23 @@ from functools import lru_cache
 
 from tightfit.hardware.launches import (
     BIAS,
-    BUSY_UPDATE_MS,
+    BLOCK_NORM_UPDATE_MS,
     CHUNK_WEIGHTS,
     EXPERTS,
     FURTHER_CHUNK_MS,
+    HEAD_NORM_UPDATE_MS,
     LAYER,
     NORM,
     REST,
     ROPE_AND_GATE,
-    TENSOR_UPDATE_MS,
     UPDATE_MS,
     UPDATE_REST_MS,
     USUAL_TENSORS,
+    VECTOR_UPDATE_MS,
     Launch,
 )
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
-from tightfit.levers.policy.offload import offloads_states
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
@@ -41,6 +41,18 @@ RECOMPUTED = {
     "attention": LAYER["checkpoint_every=1 checkpoint_keep=attention"],
     "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
+RECOMPUTED_AND_UPDATED = (
+    LAYER["update_in_backward=true checkpoint_every=1"],
+    Launch(
+        *(
+            computed + updated - plain
+            for computed, updated, plain in zip(
+                LAYER["checkpoint_every=1"], LAYER["update_in_backward=true"], PLAIN, strict=True
+            )
+        )
+    ),
+)
+"""A layer that is computed again and updated inside backward, and the sum of what either adds."""
 ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, update_launch, offload_launch)
 """Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
 LAYER_MATRICES = 7
@@ -65,9 +77,7 @@ def launch_s(
     forward_ms += more_forward_ms
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
-        further_tensors = max(0, layer_tensors(spec) - USUAL_TENSORS)
-        backward_ms += further_tensors * TENSOR_UPDATE_MS
-        backward_ms += 0.0 if offloads_states(levers) else layer_tensors(spec) * BUSY_UPDATE_MS
+        backward_ms += _further_updates_ms(spec)
     for share, longer, base in _additions(levers, recompute, tiled):
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)
@@ -92,6 +102,14 @@ def layer_tensors(spec: ModelSpec) -> int:
     return matrices + _biases(spec) + norms
 
 
+def _further_updates_ms(spec: ModelSpec) -> float:
+    """Of updating inside backward what a layer has more than Llama's seven matrices and two norms."""
+    head_norms, block_norms = 2 * spec.qk_norm, 2 * spec.sandwich_norms
+    vectors = layer_tensors(spec) - USUAL_TENSORS - head_norms - block_norms
+    norms_ms = head_norms * HEAD_NORM_UPDATE_MS + block_norms * BLOCK_NORM_UPDATE_MS
+    return max(0, vectors) * VECTOR_UPDATE_MS + norms_ms
+
+
 def _biases(spec: ModelSpec) -> int:
     return 3 * spec.qkv_bias + spec.output_bias + (3 if spec.gated else 2) * spec.mlp_bias
 
@@ -103,6 +121,8 @@ def _additions(
     for level, share in recompute.shares:
         more, base = (RECOMPUTED[level], PLAIN) if tiled is None else tiled.compared
         yield share, more, base
+        if levers.update_in_backward and offload_launch(levers) is None:
+            yield share, *RECOMPUTED_AND_UPDATED
     for added in ADDED:
         if (launch := added(levers)) is not None:
             yield 1.0, launch, PLAIN

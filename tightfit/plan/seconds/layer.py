@@ -35,7 +35,7 @@ class LayerTime:
 
     @property
     def forward_s(self) -> float:
-        """One layer."""
+        """Forward of one layer."""
         return self.products.forward_s + self.attention.forward_s + self.elementwise.forward_s
 
     @property

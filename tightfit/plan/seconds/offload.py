@@ -1,8 +1,8 @@
 """Offload: copies over the host link that compute does not hide, in the order they are made.
 
     forward     weights come, checkpoints go
-    backward    weights and checkpoints come; states pass as their gradients come, but for those put off (`late`)
-    after it    what waits in line still, the embedding, whose gradient is the last, and what was put off: the next
+    backward    weights and checkpoints come; states pass as their gradients come, but for deferred ones
+    after it    what waits in line still, the embedding, whose gradient is the last, and what was deferred: the next
                 forward pass begins with the first, and measured steps hide nothing of the others
 
 Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
@@ -19,14 +19,14 @@ from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, Launch
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import moment_bytes, state_format
+from tightfit.jobs.precision import FLOAT32_BYTES
+from tightfit.jobs.state_format import state_format
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, offloads_states, offloads_weights
-from tightfit.memory.formulas.states import kept_weights
+from tightfit.memory.formulas.states import kept_weights, offloaded_bytes, passing_bytes
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.products import layer_linears
 
-WIDE_BYTES = 4
 FORWARD_WAIT_S, BACKWARD_WAIT_S = 9.8e-13, 13.7e-13
 """Per squared length of a row, for each piece of streamed masters: what its cast waits for a multiprocessor.
 
@@ -90,15 +90,15 @@ class OffloadTime:
         """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
         if self._host_can_update(levers):
             return 0.0, 0.0
-        away_share = self._away(levers) / max(1.0, self.params.owned)
-        pieces_s = 1e-3 * PIECE_LAUNCH_MS * away_share * self._pieces
+        offloaded_share = self._offloaded(levers) / max(1.0, self.params.owned)
+        pieces_s = 1e-3 * PIECE_LAUNCH_MS * offloaded_share * self._pieces
         return (0.0, pieces_s) if levers.update_in_backward else (pieces_s, 0.0)
 
     @property
     def _pieces(self) -> float:
         """Of the layers' states on this rank: a matrix has one at least."""
         spec, params = self.workload.spec, self.params
-        owned_share = params.owned / params.held
+        owned_share = params.owned / params.all
         linears = layer_linears(spec)
         matrices = (linears.queries, linears.keys_values, linears.output, linears.up, linears.down)
         each = (linear.weights / linear.count * owned_share / PIECE_ELEMENTS for linear in matrices)
@@ -120,8 +120,8 @@ class OffloadTime:
         if not offloads_weights(levers):
             return 0.0, 0.0
         workload = self.workload
-        each_bytes = WIDE_BYTES if workload.has_masters else workload.weight_bytes
-        layers = min(self._away(levers), self.params.owned - self.params.owned_ends)
+        each_bytes = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes
+        layers = min(self._offloaded(levers), self.params.owned - self.params.owned_ends)
         copied_s = layers * each_bytes / self._one_way_bytes_s
         if not workload.has_masters:
             return copied_s, copied_s
@@ -129,54 +129,44 @@ class OffloadTime:
         return copied_s + FORWARD_WAIT_S * waited_s, copied_s + BACKWARD_WAIT_S * waited_s
 
     def _states(self, levers: Levers) -> "_StateTraffic":
-        """When the states of weights that are away pass."""
-        away = self._away(levers)
-        kept = self.params.owned - away  # the vocabulary's matrices are kept first
+        """When the states of offloaded weights pass: the embedding's last, deferred ones when backward is over."""
+        offloaded = self._offloaded(levers)
+        kept = self.params.owned - offloaded  # the vocabulary's matrices are kept first
         embedding = max(0.0, self.params.owned_embedding - kept)
-        each_s = self._states_s(levers, away) / max(1.0, away)
+        each_s = self._states_s(levers, offloaded) / max(1.0, offloaded)
         if not levers.update_in_backward:
-            after = min(away, embedding)
-            return _StateTraffic(forward_s=max(0.0, away - embedding) * each_s, backward_s=0.0, after_s=after * each_s)
+            forward_s, last_s = max(0.0, offloaded - embedding) * each_s, min(offloaded, embedding) * each_s
+            return _StateTraffic(forward_s=forward_s, backward_s=0.0, after_s=last_s)
         waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
-        late = min(away, waiting_bytes / self.workload.weight_bytes)
-        after = min(away - late, embedding)
-        late_s = late * each_s
-        if not offloads_weights(levers):  # in line behind the embedding: measured steps hide nothing of it
-            return _StateTraffic(
-                forward_s=0.0, backward_s=(away - late - after) * each_s, after_s=after * each_s + late_s
-            )
-        return _StateTraffic(forward_s=late_s, backward_s=(away - late - after) * each_s, after_s=after * each_s)
+        deferred = min(offloaded, waiting_bytes / self.workload.weight_bytes)
+        last = min(offloaded - deferred, embedding)
+        backward_s, last_s, deferred_s = (offloaded - deferred - last) * each_s, last * each_s, deferred * each_s
+        if offloads_weights(levers):
+            return _StateTraffic(forward_s=deferred_s, backward_s=backward_s, after_s=last_s)
+        # In line behind the embedding: measured steps hide nothing of it.
+        return _StateTraffic(forward_s=0.0, backward_s=backward_s, after_s=last_s + deferred_s)
 
-    def _states_s(self, levers: Levers, away: float) -> float:
+    def _states_s(self, levers: Levers, offloaded: float) -> float:
         """Link seconds of a step's states both ways, or the time the host takes where it updates them."""
         both_ways_bytes_s = self._one_way_bytes_s * self.efficiency.link_both_ways
-        on_gpu_s = away * self._passing_bytes(levers) / both_ways_bytes_s
+        on_gpu_s = offloaded * passing_bytes(self.workload, levers) / both_ways_bytes_s
         if not self._host_can_update(levers):
             return on_gpu_s
         ranks_on_host = min(self.machine.per_node, self.layout.ranks)
-        host_adam_s = away * ranks_on_host / self.efficiency.host_adam_params_s
-        on_host_s = max(away * WIDE_BYTES / self._one_way_bytes_s, host_adam_s)
+        host_adam_s = offloaded * ranks_on_host / self.efficiency.host_adam_params_s
+        on_host_s = max(offloaded * FLOAT32_BYTES / self._one_way_bytes_s, host_adam_s)
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
 
     def _host_can_update(self, levers: Levers) -> bool:
         wide = self.workload.has_masters and state_format(levers, wide=True) == "fp32"
         return levers.offload_update != "gpu" and wide
 
-    def _passing_bytes(self, levers: Levers) -> float:
-        """Bytes per weight, each way: moments, and the master or a weight that is away as well."""
-        workload = self.workload
-        updated = WIDE_BYTES if workload.has_masters else workload.weight_bytes if offloads_weights(levers) else 0
-        return moment_bytes(levers, wide=workload.updates_wide) + updated
-
-    def _away(self, levers: Levers) -> float:
+    def _offloaded(self, levers: Levers) -> float:
         """This rank's weights whose states are on the host."""
         owned, workload = self.params.owned, self.workload
         if not levers.offload_keep_bytes:
             return owned
-        kept_bytes = moment_bytes(levers, wide=workload.updates_wide)
-        kept_bytes += WIDE_BYTES if workload.has_masters else 0
-        kept_bytes += workload.weight_bytes if offloads_weights(levers) else 0
-        return owned - kept_weights(workload, self.layout, levers, int(owned), kept_bytes)
+        return owned - kept_weights(workload, self.layout, levers, int(owned), offloaded_bytes(workload, levers))
 
 
 @dataclass(frozen=True, kw_only=True)

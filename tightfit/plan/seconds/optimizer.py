@@ -1,6 +1,6 @@
 """The update on the card: bytes that AdamW and the adding of gradients move, and what kernels reach of a copy's rate.
 
-As train/optimizer.py goes about it. Gradients are read for their norm. Torch's AdamW, which on GPUs one launch of our
+As train/optimizer goes about it. Gradients are read for their norm. Torch's AdamW, which on GPUs one launch of our
 kernel over lists makes, beside masters wants them widened (read and written) and its result narrowed (read and
 written); it reads gradients, and reads and writes what it updates and both moments. Shards are masters already: nothing
 is widened or narrowed. Our other kernels read gradients as they are, and write a narrow copy where there is one. The
@@ -12,12 +12,11 @@ from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import offloads_states
 from tightfit.plan.seconds.parameters import RankParams
-
-WIDE_BYTES = 4
 
 
 def update_launch(levers: Levers) -> Launch | None:
@@ -36,7 +35,7 @@ def update_s(
     bytes_s: float,
 ) -> float:
     """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
-    summed_params = params.owned if layout.zero >= 2 else params.held
+    summed_params = params.owned if layout.zero >= 2 else params.all
     added_bytes = (micro_batches - 1) * summed_params * sum_bytes(workload, layout)
     if workload.engine.fuses_accumulation:
         added_bytes = 0
@@ -56,11 +55,11 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
     if offloads_states(levers):
         return gradient
     weight = workload.weight_bytes
-    updated = WIDE_BYTES if workload.has_masters else weight
+    updated = FLOAT32_BYTES if workload.has_masters else weight
     has_copy = workload.has_masters and not layout.zero
     moments = 2 * moment_bytes(levers, wide=wide)
     if is_torch_adamw(levers, wide=wide):
-        widened_narrowed = 2 * (weight + WIDE_BYTES) if has_copy else 0
+        widened_narrowed = 2 * (weight + FLOAT32_BYTES) if has_copy else 0
         return gradient + widened_narrowed + 3 * updated + moments
     moved = 2 * gradient + (weight if has_copy else 0) + 2 * updated + moments
     if state_format(levers, wide=wide) == "factored":
@@ -70,7 +69,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
 
 def _gradient_bytes(workload: Workload, layout: Layout) -> int:
     """FSDP2 reduces into float32 where there are masters."""
-    return WIDE_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
+    return FLOAT32_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
 
 
 def _between_operations_bytes(gradient: int, updated: int) -> int:
@@ -81,7 +80,7 @@ def _between_operations_bytes(gradient: int, updated: int) -> int:
     finished in two steps (rw, rw); the weight is decayed (w) and changed (rwrr); what is written to the model, read.
     """
     wide_passes = 1 + 2 + 1 + 2 + 3 + 1 + 1 + 4 + 1 + 4 + 1
-    return 2 * gradient + wide_passes * WIDE_BYTES + (updated if updated == WIDE_BYTES else 0)
+    return 2 * gradient + wide_passes * FLOAT32_BYTES + (updated if updated == FLOAT32_BYTES else 0)
 
 
 def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:

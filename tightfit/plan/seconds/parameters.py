@@ -48,14 +48,14 @@ class RankParams:
     """The owned parameters of the embedding, and of embedding and head."""
 
     @property
-    def held(self) -> float:
-        """All."""
+    def all(self) -> float:
+        """Dense parameters and experts together."""
         return self.dense + self.experts
 
     @property
     def root_share(self) -> float:
         """The root's share of what is gathered."""
-        return self.root / self.held
+        return self.root / self.all
 
 
 def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:

@@ -26,7 +26,9 @@ class AttentionRates:
     forward_flop_s: float
     backward_flop_s: float
     forward_token_keys: float
+    """Keys (half of them seen) that a token costs as much as in forward, beside its own."""
     backward_token_keys: float
+    """The same in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +40,13 @@ class Rates:
     """Seconds of each matrix product to fill and empty the card."""
     head_flop_s: float
     """Rate of the large products of the output projection."""
-    attention_forward_flop_s: float
-    attention_backward_flop_s: float
-    forward_token_keys: float
-    """A token of attention also costs as much as so many keys, half of them seen."""
-    backward_token_keys: float
+    attention: AttentionRates
     bytes_s: float
     """Read and written, of kernels that memory bounds."""
     unaligned_share: float = 1.0
     """The share of the head's rate that is reached where the vocabulary is no multiple of 8."""
-    windowed: "AttentionRates | None" = None
-    """Rates of layers with windows or capped scores, which take our own kernel; None where there are none."""
+    own_attention: AttentionRates | None = None
+    """Of our own kernel, which layers with windows or capped scores take; None where there are no such layers."""
     score_passes: tuple[float, float] = (0.0, 0.0)
     """Over all scores of attention, forward and backward, where no kernel spares them."""
 
@@ -77,12 +75,14 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
         product_flop_s=peak_flop_s * shares.products * sustained,
         product_fixed_s=shares.product_s,
         head_flop_s=peak_flop_s * (shares.products if wide else efficiency.matmul) * sustained,
-        attention_forward_flop_s=peak_flop_s * forward_share,
-        attention_backward_flop_s=peak_flop_s * backward_share,
-        forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
-        backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
+        attention=AttentionRates(
+            forward_flop_s=peak_flop_s * forward_share,
+            backward_flop_s=peak_flop_s * backward_share,
+            forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
+            backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
+        ),
         bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
-        windowed=_own_attention(workload, machine, efficiency) if needs_own_attention(workload) else None,
+        own_attention=_own_attention(workload, machine, efficiency) if needs_own_attention(workload) else None,
         unaligned_share=UNALIGNED_SHARE if _is_unaligned(workload, machine) else 1.0,
         score_passes=UNFUSED_SCORE_PASSES if unfused else (0.0, 0.0),
     )

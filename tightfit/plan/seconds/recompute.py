@@ -42,21 +42,20 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
     if not is_checkpointed(levers):
         return NONE
     shares = _shares(workload, layout, levers, layers)
-    # A gated MLP without norms or experts behind it hands its last product on: nobody needs it again.
-    spec = workload.spec
-    engine = workload.engine
-    plain = (
-        engine.skips_last_product
-        and spec.gated
-        and not spec.sandwich_norms
-        and spec.experts is None
-        and layout.tensor == 1
-    )
     tiled = second_half_is_computed_again(levers)
-    seconds = sum(share * _layer_s(layer, level, tiled=tiled, skips_last=tiled or plain) for level, share in shares)
+    skips_last = tiled or _skips_last_product(workload, layout)
+    seconds = sum(share * _layer_s(layer, level, tiled=tiled, skips_last=skips_last) for level, share in shares)
     matmuls_share = sum(share for level, share in shares if level == "matmuls")
-    seconds += matmuls_share * (1 - engine.kept_product_share) * layer.products.forward_s
+    seconds += matmuls_share * (1 - workload.engine.kept_product_share) * layer.products.forward_s
     return Recompute(layers * seconds, shares)
+
+
+def _skips_last_product(workload: Workload, layout: Layout) -> bool:
+    """Whether nothing in backward needs the last product: that of a gated MLP without norms, experts or tensor ranks
+    behind it."""
+    spec = workload.spec
+    is_last = not spec.sandwich_norms and spec.experts is None and layout.tensor == 1
+    return workload.engine.skips_last_product and spec.gated and is_last
 
 
 def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> tuple[tuple[KeepLevel, float], ...]:

@@ -4,49 +4,30 @@ With the residual stream whole on every rank, a block's end is an all-reduce in 
 the embedding and the hidden states of the loss add one each. Split by tokens (sequence parallelism), each all-reduce
 becomes a reduce-scatter and an all-gather, and backward gathers once more what each block took in. A recomputed layer
 repeats its forward: without the last all-reduce, which nothing in backward needs, and gathering only once.
-A tensor rank sends (t − 1)/t of a gather's or a scatter's elements, and twice that of an all-reduce's.
 Not counted: the loss gathers four numbers per row from each rank, and once a step the gradients of norms are summed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.plan.seconds.groups import Group
 
 
-@dataclass(frozen=True)
-class TensorCalls:
+class TensorCalls(NamedTuple):
     """Collectives over tokens × hidden size of one micro-batch."""
 
     all_reduces: int = 0
     all_gathers: int = 0
     reduce_scatters: int = 0
 
-    def plus(self, other: "TensorCalls") -> "TensorCalls":
-        """Calls of both together."""
-        return TensorCalls(
-            all_reduces=self.all_reduces + other.all_reduces,
-            all_gathers=self.all_gathers + other.all_gathers,
-            reduce_scatters=self.reduce_scatters + other.reduce_scatters,
-        )
-
-    def sent_elements(self, payload: int, ranks: int) -> float:
-        """What a rank sends, where each collective is over `payload` elements."""
-        return (2 * self.all_reduces + self.all_gathers + self.reduce_scatters) * payload * (ranks - 1) / ranks
-
 
 def forward_calls(layers: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
-    """Collectives of a forward pass; `ends` is 1 for the embedding and the loss together, 0 without them."""
+    """Collectives of a forward pass, and of a backward that has kept all it needs; `ends` is 1 for the embedding and
+    the loss together, 0 without them."""
     pairs = 2 * layers + ends
     return TensorCalls(all_gathers=pairs, reduce_scatters=pairs) if sequence_parallel else TensorCalls(pairs)
-
-
-def backward_calls(layers: int, recomputed: int, *, sequence_parallel: bool) -> TensorCalls:
-    """Collectives of backward, in which `recomputed` of the layers are run again and the others gather again."""
-    made = forward_calls(layers, sequence_parallel=sequence_parallel)
-    again = recompute_calls(recomputed, sequence_parallel=sequence_parallel)
-    return made.plus(again).plus(regather_calls(layers - recomputed, sequence_parallel=sequence_parallel))
 
 
 def recompute_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:

@@ -14,23 +14,24 @@ more than columns, and its weights go over rows of the mesh, its activations ove
 ranks, or with few tokens, it sends more. Norms combine a number or two per row; vocabulary and loss: `ends`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.seconds.groups import CALL_S, Group
+from tightfit.plan.seconds.groups import CALL_S, Group, MakeGroup
 from tightfit.plan.seconds.tensor import TensorTraffic
 
-Kind = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-CONJUGATE: dict[Kind, Kind] = {
+Axis = Literal["depth", "row", "column"]
+Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CONJUGATE: dict[Collective, Collective] = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
     "broadcast": "reduce",
 }
-STATISTIC_BYTES = 4
 NORM_PASSES = 10, 16
 """Float32 passes of a norm over its block forward and backward: torch's own operations, not a fused kernel."""
 
@@ -39,8 +40,8 @@ NORM_PASSES = 10, 16
 class Message:
     """Collectives of one kind over one axis; `elements` is what a rank holds of them when they are gathered."""
 
-    kind: Kind
-    axis: Literal["depth", "row", "column"]
+    kind: Collective
+    axis: Axis
     elements: float
     calls: int = 1
     wide: bool = False
@@ -108,10 +109,11 @@ class MeshMessages:
         yield Message(kind="all_gather", axis="column" if leaving else "row", elements=self.tokens * width / square)
         for out in outputs:
             yield Message(kind="all_gather", axis="depth", elements=width * out / square)
-            axis: Literal["row", "column"] = "row" if leaving else "column"
-            yield Message(kind="reduce_scatter", axis=axis, elements=self.tokens * out / square)
+            yield Message(
+                kind="reduce_scatter", axis="row" if leaving else "column", elements=self.tokens * out / square
+            )
 
-    def _statistics(self, axis: Literal["row", "column"], *, backward: bool) -> Message:
+    def _statistics(self, axis: Axis, *, backward: bool) -> Message:
         """The message of a norm over columns that several ranks have."""
         if self.spec.norm != "layer":
             return Message(kind="all_reduce", axis=axis, elements=self._rows, wide=True)
@@ -121,11 +123,12 @@ class MeshMessages:
 
     def _heads(self, *, backward: bool) -> Iterator[Message]:
         """Norms over all heads together, and keys that fewer heads than ranks have."""
-        spec, axis = self.spec, "row" if self._cube else "column"
+        spec = self.spec
+        axis: Axis = "row" if self._cube else "column"
         if spec.qk_norm_joint:
-            yield from [self._statistics(axis, backward=backward)] * 2  # type: ignore[arg-type]
+            yield from [self._statistics(axis, backward=backward)] * 2
         if spec.kv_heads < self._side:
-            gathered = Message(kind="all_gather", axis=axis, elements=self._rows * spec.kv_size)  # type: ignore[arg-type]
+            gathered = Message(kind="all_gather", axis=axis, elements=self._rows * spec.kv_size)
             yield from [gathered.conjugate if backward else gathered] * 2
 
     def ends(self, *, backward: bool) -> list[Message]:
@@ -146,18 +149,18 @@ class MeshMessages:
 
 
 def mesh_traffic(
-    group: Callable[[int, int], Group], layout: Layout, messages: MeshMessages, *, number_bytes: float, bytes_s: float
+    group: MakeGroup, layout: Layout, messages: MeshMessages, *, number_bytes: float, bytes_s: float
 ) -> TensorTraffic:
-    """Seconds of one micro-batch; `group` makes one of ranks so far apart and so many."""
+    """Seconds of one micro-batch."""
     depth, side, _ = layout.tensor_axes
     axes = {"column": group(1, side), "row": group(side, side), "depth": group(side * side, depth)}
     layers, spec = messages.spec.layers, messages.spec
 
     def seconds(found: list[Message]) -> float:
-        return sum(message_s(axes[m.axis], m, STATISTIC_BYTES if m.wide else number_bytes) for m in found)
+        return sum(message_s(axes[m.axis], m, FLOAT32_BYTES if m.wide else number_bytes) for m in found)
 
     norms = 4 if spec.sandwich_norms else 2
-    block_bytes = STATISTIC_BYTES * messages.tokens * spec.hidden_size / layout.tensor
+    block_bytes = FLOAT32_BYTES * messages.tokens * spec.hidden_size / layout.tensor
     norm_s = [passes * norms * block_bytes / bytes_s for passes in NORM_PASSES]
     forward_s, backward_s = (
         layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + seconds(messages.ends(backward=back))
@@ -182,15 +185,3 @@ def message_s(group: Group, message: Message, number_bytes: float) -> float:
     if message.kind == "all_reduce":
         return group.all_reduce_s(payload_bytes)
     return group.all_to_all_s(payload_bytes) if message.kind == "all_to_all" else group.all_gather_s(payload_bytes)
-
-
-def sent_bytes(messages: list[Message], layout: Layout, number_bytes: float) -> float:
-    """Bytes that one rank sends, round rings: all of a broadcast's or sum's, (q − 1)/q of the others'."""
-    sizes = dict(zip(("depth", "row", "column"), layout.tensor_axes, strict=True))
-    shares = {"broadcast": 1.0, "reduce": 1.0, "all_reduce": 2.0}
-    total = 0.0
-    for m in messages:
-        ring_share = (sizes[m.axis] - 1) / sizes[m.axis]
-        times = shares.get(m.kind, 1.0) * (1.0 if m.kind == "broadcast" or m.kind == "reduce" else ring_share)
-        total += times * m.elements * (STATISTIC_BYTES if m.wide else number_bytes)
-    return total

@@ -24,7 +24,7 @@ class Saved:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Bytes of host memory that the store takes."""
         parts = [self.codes, *([self.scales] if self.scales is not None else [])]
         return sum(part.numel() * part.element_size() for part in parts)
 

@@ -29,7 +29,7 @@ class LatentCache(PagedCache):
 
     @property
     def has_row_kernel(self) -> bool:
-        """There is none."""
+        """Whether there is a kernel that attends row by row: none for latent attention."""
         return False
 
     def attend_latent(

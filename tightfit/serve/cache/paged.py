@@ -58,7 +58,7 @@ class PagedCache:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Bytes that the cache takes."""
         return sum(part.numel() * part.element_size() for part in (self.storage, self.scales))
 
     @property
@@ -118,7 +118,7 @@ class PagedCache:
         return decode(codes, scales, self.form, given.dtype).transpose(0, 1)[None]
 
     def attend_stored(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
-        """The same by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
+        """Attention by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
         if step.row_by_row:
             return self.attend_rows(step, layer, query, **settings)
         keys, values = self.storage[layer, 0], self.storage[layer, 1]

@@ -44,12 +44,12 @@ class Spread:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Tensor × pipeline ranks."""
         return self.tensor * self.pipeline
 
     @property
     def layout(self) -> Layout:
-        """The same in the words of parallel/."""
+        """As a Layout, which parallel/ takes."""
         return Layout(tensor=self.tensor, pipeline=self.pipeline, sequence_parallel=False)
 
 
@@ -94,7 +94,7 @@ def open_meeting(ranks: int) -> Any:
 
 
 def find_meeting(port: int, ranks: int) -> Any:
-    """The same store, for the others."""
+    """The store that the first rank opened, for the other ranks."""
     return dist.TCPStore(LOOPBACK, port, ranks, False, timeout=TIMEOUT)  # type: ignore[attr-defined]
 
 

@@ -25,13 +25,13 @@ class Host(Protocol):
     """Keeps keys and values of sequences that have no blocks."""
 
     def save(self, sequence: Sequence) -> None:
-        """It is about to lose its blocks."""
+        """Called before a sequence loses its blocks."""
 
     def restore(self, sequence: Sequence) -> None:
-        """It has blocks again, and knows how much was found in them: may say that more is stored."""
+        """Called when a sequence has blocks again and knows how much was found in them; may raise what is stored."""
 
     def drop(self, sequence: Sequence) -> None:
-        """It is over."""
+        """Called when a sequence is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Sequences that wait for their first or next blocks."""
         return self._waiting_count
 
     @property

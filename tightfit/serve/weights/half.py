@@ -79,5 +79,6 @@ def is_near(weight: Tensor) -> bool:
 
 def _off(weight: Tensor) -> float:
     """The part of the weight's norm that 16 bits lose."""
+    weight = weight.detach()
     off = torch.linalg.vector_norm(weight.half().float() - weight)
     return float(off / torch.linalg.vector_norm(weight).clamp(min=TINY))

@@ -52,7 +52,7 @@ class _Bounded(io.RawIOBase):
         self.most = FREE_BYTES + MOST_EXPANSION * path.stat().st_size
 
     def readable(self) -> bool:
-        """It is."""
+        """A stream that can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
-from tightfit.train.data.held_out import Part, everything
+from tightfit.train.data.held_out import StorePart, everything
 from tightfit.train.data.packing import best_fit
 from tightfit.train.data.shuffling import shuffled
 from tightfit.train.data.token_store import TokenStore
@@ -30,7 +30,7 @@ class PackedText(Dataset[Row]):
     """
 
     def __init__(
-        self, store: TokenStore, sequence_length: int, *, part: Part | None = None, separate_documents: bool = True
+        self, store: TokenStore, sequence_length: int, *, part: StorePart | None = None, separate_documents: bool = True
     ) -> None:
         _check_length(sequence_length)
         self.store, self.sequence_length, self.separate_documents = store, sequence_length, separate_documents
@@ -79,7 +79,13 @@ class PackedChats(Dataset[Row]):
     """
 
     def __init__(
-        self, store: TokenStore, sequence_length: int, *, seed: int = 0, part: Part | None = None, pack: bool = True
+        self,
+        store: TokenStore,
+        sequence_length: int,
+        *,
+        seed: int = 0,
+        part: StorePart | None = None,
+        pack: bool = True,
     ) -> None:
         _check_length(sequence_length)
         assert store.has_masks, "these are not conversations"

@@ -14,7 +14,7 @@ from tightfit.train.data.token_store import TokenStore
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class StorePart:
     """Stretches of a store's stream, in order: int64 [stretches, 2], first token and one past the last."""
 
     spans: np.ndarray
@@ -26,12 +26,12 @@ class Part:
         return np.flatnonzero((span >= 0) & (starts < self.spans[span, 1]))
 
 
-def everything(store: TokenStore) -> Part:
+def everything(store: TokenStore) -> StorePart:
     """All of `store`."""
-    return Part(np.array([[0, store.tokens_total]], dtype=np.int64))
+    return StorePart(np.array([[0, store.tokens_total]], dtype=np.int64))
 
 
-def split(store: TokenStore, held_out: float, *, seed: int, sequence_length: int) -> tuple[Part, Part | None]:
+def split(store: TokenStore, held_out: float, *, seed: int, sequence_length: int) -> tuple[StorePart, StorePart | None]:
     """The part to train on and, unless `held_out` is 0, the part that share of the documents makes."""
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}; give a share of at least 0 and below 1")
@@ -44,16 +44,16 @@ def split(store: TokenStore, held_out: float, *, seed: int, sequence_length: int
     return _part(store, order[kept:]), _part(store, order[:kept])
 
 
-def _part(store: TokenStore, documents: np.ndarray) -> Part:
+def _part(store: TokenStore, documents: np.ndarray) -> StorePart:
     """Documents that follow each other in the store become one stretch."""
     documents = np.sort(documents)
     breaks = np.flatnonzero(np.diff(documents) != 1)
     first, last = np.append(0, breaks + 1), np.append(breaks, len(documents) - 1)
     starts = store.document_starts
-    return Part(np.stack([starts[documents[first]], starts[documents[last] + 1]], axis=1))
+    return StorePart(np.stack([starts[documents[first]], starts[documents[last] + 1]], axis=1))
 
 
-def _split_document(store: TokenStore, held_out: float, sequence_length: int) -> tuple[Part, Part]:
+def _split_document(store: TokenStore, held_out: float, sequence_length: int) -> tuple[StorePart, StorePart]:
     windows = -(-(store.tokens_total - 1) // sequence_length)
     if store.has_masks or windows < 2:
         what = "conversation" if store.has_masks else f"document of {store.tokens_total} tokens"
@@ -62,4 +62,6 @@ def _split_document(store: TokenStore, held_out: float, sequence_length: int) ->
             "give more data, name files to evaluate on, or set held_out to 0"
         )
     cut = (windows - min(max(1, round(held_out * windows)), windows - 1)) * sequence_length
-    return Part(np.array([[0, cut]], dtype=np.int64)), Part(np.array([[cut, store.tokens_total]], dtype=np.int64))
+    return StorePart(np.array([[0, cut]], dtype=np.int64)), StorePart(
+        np.array([[cut, store.tokens_total]], dtype=np.int64)
+    )

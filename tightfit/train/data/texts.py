@@ -93,7 +93,7 @@ def _cut(block: AnyStr, border: re.Pattern[AnyStr], line_break: AnyStr, space: A
 
 
 def _cut_bytes(block: bytes) -> int:
-    """The same, never within a character."""
+    """Where to end a piece of bytes: as `_cut`, but never within a character."""
     cut = _cut(block, LINE_BORDER, b"\n", b" ")
     if cut < len(block):
         return cut

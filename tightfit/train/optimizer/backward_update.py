@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.collectives.shards import Split, is_shard, local
+from tightfit.collectives.shards import ParameterSplit, is_shard, local
 from tightfit.kernels.clip_estimate import CLIP_EPSILON, clip_estimate, trusted_totals
 
 TINIEST = 1e-30
@@ -42,7 +42,7 @@ class EarlyUpdate:
 
     parameter: Tensor
     apply: Apply
-    split: Split | None = None
+    split: ParameterSplit | None = None
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """The ranks, axis by axis, that have the other shards of it."""

@@ -14,33 +14,26 @@ from torch import Tensor
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.state_format import Format
 from tightfit.kernels.adamw import Numbers
-from tightfit.kernels.stochastic_rounding import key_of
 from tightfit.levers.host_update import HostWork
-from tightfit.levers.optimizer_states import StateKind, States, state_kind
+from tightfit.levers.optimizer_states import state_kind
 from tightfit.levers.state_link import OffloadedMatrix, StateLink, Update
 from tightfit.levers.weight_streaming import WEIGHT
 from tightfit.memory.host import host_empty
-from tightfit.train.optimizer.updaters import adamw_numbers
+from tightfit.train.optimizer.updaters import Entry, EntryUpdater
 
 
-@dataclass
-class _OffloadedEntry:
-    """One matrix with its host tensors and its step count."""
+@dataclass(kw_only=True)
+class _OffloadedEntry(Entry):
+    """One matrix with its host tensors."""
 
-    name: str
     matrix: OffloadedMatrix
-    kind: StateKind
-    states: States
     weight_on_gpu: Tensor | None
     """The weight, where it is updated in place on the GPU; None where it is on the host too."""
     deferred: bool
-    first: int = 0
-    """Index, in the whole weight, of the first element of this rank's shard."""
-    step: int = 0
 
 
 @dataclass
-class StreamedUpdater:
+class StreamedUpdater(EntryUpdater[_OffloadedEntry]):
     """AdamW of matrices whose moments, in format `form`, are on the host behind `link`."""
 
     link: StateLink
@@ -118,26 +111,6 @@ class StreamedUpdater:
                 rows_per_piece=matrix.rows_per_piece,
             )
         return update
-
-    def _numbers(self, entry: _OffloadedEntry, lr: float) -> Numbers:
-        key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
-        return adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
-
-    def states(self, index: int) -> States:
-        """The host tensors; up to date after `link.synchronize`."""
-        return self.entries[index].states
-
-    def step(self, index: int) -> Tensor:
-        """The step count, which is kept on the host for the bias corrections."""
-        return torch.tensor(float(self.entries[index].step), dtype=torch.float32)
-
-    def set_step(self, index: int, step: Tensor) -> None:
-        """Set the step count."""
-        self.entries[index].step = int(step.item())
-
-    def counters(self) -> list[Tensor]:
-        """No step counts on the device."""
-        return []
 
 
 def _update_rows(

@@ -5,7 +5,7 @@ Both keep states and a step count per weight; a weight without a gradient is ski
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,19 +130,57 @@ class TorchUpdater:
         return [self.adamw.state[weight]["step"] for weight in self.weights]
 
 
-@dataclass
-class _Entry:
-    weight: Tensor
+@dataclass(kw_only=True)
+class Entry:
+    """One weight's states and its step count, which is kept on the host for the bias corrections."""
+
+    name: str
     kind: StateKind
     states: States
-    name: str
-    first: int
+    first: int = 0
     """Index, in the whole weight, of the first element of this rank's shard."""
     step: int = 0
 
 
+EntryType = TypeVar("EntryType", bound=Entry)
+
+
+class EntryUpdater(Generic[EntryType]):
+    """What updaters by our kernels have in common: an entry for each weight."""
+
+    entries: list[EntryType]
+    settings: Optimizer
+    weight_decay: float
+    seed: int | None
+
+    def _numbers(self, entry: EntryType, lr: float) -> Numbers:
+        key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
+        return adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
+
+    def states(self, index: int) -> States:
+        """The state tensors of a weight by kind; of those on the host, up to date after `link.synchronize`."""
+        return self.entries[index].states
+
+    def step(self, index: int) -> Tensor:
+        """The step count."""
+        return torch.tensor(float(self.entries[index].step), dtype=torch.float32)
+
+    def set_step(self, index: int, step: Tensor) -> None:
+        """Set the step count."""
+        self.entries[index].step = int(step.item())
+
+    def counters(self) -> list[Tensor]:
+        """No step counts on the device."""
+        return []
+
+
+@dataclass(kw_only=True)
+class _GpuEntry(Entry):
+    weight: Tensor
+
+
 @dataclass
-class FormatUpdater:
+class FormatUpdater(EntryUpdater[_GpuEntry]):
     """Our kernels: moments of any format, gradients of any dtype, optional stochastic rounding."""
 
     names: list[str]
@@ -154,14 +192,14 @@ class FormatUpdater:
     seed: int | None = None
     """Seed of stochastic rounding; None rounds to nearest."""
     needs_gradients_in_weight_dtype: bool = False
-    entries: list[_Entry] = field(init=False)
+    entries: list[_GpuEntry] = field(init=False)
 
     def __post_init__(self) -> None:
         self.entries = []
         for name, weight, first in zip(self.names, self.weights, self.firsts, strict=True):
             kind = state_kind(self.form, weight)
             states = kind.zeros(weight, zeros_on_device_of(weight))
-            self.entries.append(_Entry(weight=weight, kind=kind, states=states, name=name, first=first))
+            self.entries.append(_GpuEntry(weight=weight, kind=kind, states=states, name=name, first=first))
 
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
@@ -172,25 +210,5 @@ class FormatUpdater:
             if gradient is not None:
                 entry.step += 1
                 copy = None if copies is None else copies[index]
-                entry.kind.update(entry.weight, copy, gradient, entry.states, factor, self._numbers(entry, lr))
-
-    def _numbers(self, entry: _Entry, lr: float) -> Numbers:
-        key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
-        numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
-        return numbers._replace(first=entry.first)
-
-    def states(self, index: int) -> States:
-        """The state tensors of a weight by kind."""
-        return self.entries[index].states
-
-    def step(self, index: int) -> Tensor:
-        """The step count, which is kept on the host for the bias corrections."""
-        return torch.tensor(float(self.entries[index].step), dtype=torch.float32)
-
-    def set_step(self, index: int, step: Tensor) -> None:
-        """Set the step count."""
-        self.entries[index].step = int(step.item())
-
-    def counters(self) -> list[Tensor]:
-        """No step counts on the device."""
-        return []
+                numbers = self._numbers(entry, lr)._replace(first=entry.first)
+                entry.kind.update(entry.weight, copy, gradient, entry.states, factor, numbers)

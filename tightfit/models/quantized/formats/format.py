@@ -24,7 +24,7 @@ NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class FileFormat(ABC):
-    """One layout."""
+    """How one library lays out compressed weights in files."""
 
     name: ClassVar[str]
     """As `quant_method` in config.json says it."""
