@@ -161,3 +161,7 @@ def test_without_text_of_ones_own(
     said = json.loads((tmp_path / "small" / "report.json").read_text())["predicted"]["calibration"]
     assert said.startswith("4 x 64 tokens of the model's own text") == needs_text
     assert len(list((tmp_path / "cache").glob("own-text-*-4x64.npy"))) == needs_text
+    if method[1] == "structured":  # a directory that transformers loads by itself, with the report in it
+        from transformers import AutoModelForCausalLM
+
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "small").config.intermediate_size == 96

@@ -295,6 +295,22 @@ def test_families(name: str, method: str, tokenizer: Tokenizer, text: Path, toke
     assert float((made - wanted).square().mean() / wanted.square().mean()) < 1e-3
 
 
+@pytest.mark.parametrize("name", ["phi3", "gpt2"])
+@pytest.mark.parametrize("method", ["mxfp4", "gptq-groups"])
+def test_parts_that_files_stack(
+    name: str, method: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Query, key and value are one tensor there: coded row by row, or with inputs in one order, they can be."""
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(FAMILIES[name]), tokenizer)
+    run(tmp_path / "model", tmp_path / "small", recipe_for(method), text, token_cache)
+    assert_held_as_said(tmp_path / "small")
+    wanted, made = logits(tmp_path / "model"), logits(tmp_path / "small")
+    assert float((made - wanted).square().mean() / wanted.square().mean()) < 0.05
+    with pytest.raises(UserError, match=r"is one tensor in files .*, and nf4 of its parts cannot be made one"):
+        run(tmp_path / "model", tmp_path / "other", recipe_of("nf4"), text, token_cache)
+
+
 def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path / "small", recipe_of("gptq", bits=4, group=32), text, token_cache)
     config = json.loads((tmp_path / "small/config.json").read_text())

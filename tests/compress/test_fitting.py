@@ -220,3 +220,8 @@ def test_what_is_refused(
     write_model(tmp_path / "routed", random_model(FAMILIES["qwen3_moe"]), tokenizer)
     with pytest.raises(UserError, match="experts"):
         fit_bits(replace(job, model=str(tmp_path / "routed")), parse_machine("T4"), 100, "gptq")
+
+
+def test_several_cards_hold_a_copy_each(fitted: tuple[CompressionJob, Fit]) -> None:
+    assert "cards serves a copy" not in fitted[1].describe(parse_machine("T4"))
+    assert fitted[1].describe(parse_machine("2xT4")).endswith("; each of the 2 cards serves a copy")

@@ -12,7 +12,14 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.initialisation import init_weights
-from tightfit.models.loading import LoadedModel, has_weights, load_model, load_source_tokenizer, source_spec
+from tightfit.models.loading import (
+    LoadedModel,
+    has_weights,
+    load_model,
+    load_source_tokenizer,
+    source_spec,
+    weight_file_bytes,
+)
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
@@ -161,3 +168,10 @@ def test_broken_directories_are_refused(directory: Path) -> None:
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
         load_model(str(directory))
+
+
+def test_bytes_of_weights_are_not_those_of_an_optimizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name, size in {"model-00001": 30, "model-00002": 12, "optimizer": 900}.items():
+        (tmp_path / f"{name}.safetensors").write_bytes(b"x" * size)
+    assert weight_file_bytes(str(tmp_path)) == 42

@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tightfit.models.presets import preset
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving import Serving, make_serving
-from tightfit.plan.serving_time import Step, step_seconds
+from tightfit.plan.serving_time import Step, StepRates, step_seconds
 
 
 def serving(model: str, on: str, form: str, length: int | None = 4096, requests: int = 1) -> Serving:
@@ -139,6 +140,26 @@ def test_one_stream_of_packed_weights_beside_what_was_measured(dtype: str) -> No
     """Prompts and batches of packed weights are slower than said (docs/serving.md): their kernels are their own."""
     found, told = newest("8b", dtype), predicted("8b", dtype)
     assert abs(told["one_stream_decode"] / found["one_stream_decode"] - 1) < WITHIN
+
+
+def test_every_term_of_a_step_alone() -> None:
+    """By hand, for one query of a model whose other terms take no time."""
+    spec, never = preset("llama-3.2-1b"), float("inf")
+    still = StepRates(
+        bytes_per_second=never, product_flops=never, attention_flops=never, layer_s=0.0, first_token_s=0.0
+    )
+    step = Step(tokens=5, answers=2, pairs=12.5, cache_bytes=1e6)
+
+    def seconds(**rates: Any) -> float:
+        return step_seconds(spec, replace(still, **rates), 3e9, step)
+
+    assert seconds() == 0
+    moved = 5 * 16 * 2 * (10 * 2048 + 2 * 2048 + 4 * 512 + 4 * 8192)
+    assert seconds(bytes_per_second=1e12, weight_share=0.5) == pytest.approx((6e9 + 1e6 + moved) / 1e12)
+    head, layers = 128_256 * 2048, spec.params() - 128_256 * 2048
+    assert seconds(product_flops=1e12) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)
+    assert seconds(attention_flops=1e12) == pytest.approx(4 * 12.5 * 2048 * 16 / 1e12)
+    assert seconds(layer_s=1e-3) == pytest.approx(16e-3)
 
 
 def test_predictions_are_never_beyond_the_limits() -> None:

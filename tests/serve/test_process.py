@@ -213,6 +213,13 @@ def test_bench_serve_prints_a_table(directory: Path, capfd: pytest.CaptureFixtur
     assert [(row["at_once"], row["requests"]) for row in rows] == [(1, 1), (3, 3)]
     assert all(0 < row["tokens_per_second"] < row["most_tokens_per_second"] for row in rows)
     assert all(row[f"{name}_ms"] <= row[f"{name}_ms_p90"] for row in rows for name in ("first_token", "between_tokens"))
+    one, three = rows
+    for name in ("first_token", "between_tokens"):
+        assert 0 < one[f"predicted_{name}_ms"] < three[f"predicted_{name}_ms"]
+    whole_ms = three["predicted_first_token_ms"] + 3 * three["predicted_between_tokens_ms"]
+    assert three["predicted_tokens_per_second"] == pytest.approx(3 * 4 / whole_ms * 1e3)
+    bench_serve(str(directory), at_once=[1], prompt_tokens=8, answer_tokens=4, rounds=1, device="cpu")
+    assert capfd.readouterr().out.splitlines()[-1].count("≈") == 3
 
 
 def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path) -> None:

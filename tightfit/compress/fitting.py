@@ -67,10 +67,11 @@ class Fit:
         for bits in self.choice.bits.values():
             counts[bits] = counts.get(bits, 0) + 1
         told = ", ".join(f"{count} at {bits}" for bits, count in sorted(counts.items(), reverse=True))
+        copies = f"; each of the {machine.ranks} cards serves a copy" if machine.ranks > 1 else ""
         return (
             f"fits {machine.accelerator.name} with {self.length:,} tokens: {self.ledger.peak_bytes() / 2**30:.2f} of "
             f"{self.card_bytes / 2**30:.2f} GiB, weights {self.choice.bytes / 2**30:.3f} GiB; bits by set of layers: "
-            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} at most (KL {self.choice.loss:.4f})"
+            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} at most (KL {self.choice.loss:.4f}){copies}"
         )
 
 

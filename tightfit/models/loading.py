@@ -313,8 +313,10 @@ def weights_path(source: str) -> Path:
 def weight_file_bytes(source: str) -> int:
     """Bytes of the files that hold the weights at `source`."""
     path = weights_path(source)
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in SUFFIXES]
-    return sum(file.stat().st_size for file in files)
+    if path.is_file():
+        return path.stat().st_size
+    named = list(path.glob("*model*.safetensors"))  # beside what an optimizer keeps
+    return sum(file.stat().st_size for file in named or path.rglob("*") if file.suffix in SUFFIXES)
 
 
 def _directory_tokenizer(path: Path) -> Tokenizer | None:

@@ -144,12 +144,12 @@ def _one(result: "Comparison") -> Table:
 def _several(found: Sequence[Compared], original: tuple[str, int]) -> Table:
     first = found[0].result
     title = f"{first.tokens:,} tokens in {first.rows} rows"
-    table = Table("", "weights", "perplexity", "loss above", "KL", "same likeliest", title=title, title_justify="left")
-    table.add_row(Path(original[0]).name, gib(original[1]), f"{first.original_perplexity:.2f}", "", "", "")
+    table = Table("", "weights", "perplexity", "KL", "same likeliest token", title=title, title_justify="left")
+    table.add_row(Path(original[0]).name, gib(original[1]), f"{first.original_perplexity:.2f}", "", "")
     for each in found:
         made = each.result
-        numbers = (_told(made.loss_difference), _told(made.kl), _told(made.agreement))
-        table.add_row(Path(each.model).name, gib(each.weight_bytes), f"{made.perplexity:.2f}", *numbers)
+        numbers = (f"{made.perplexity:.2f}", _told(made.kl), _told(made.agreement))
+        table.add_row(Path(each.model).name, gib(each.weight_bytes), *numbers)
     return table
 
 

@@ -28,6 +28,8 @@ REPORT_FILE = "report.json"
 PICTURE_FILE = "report.png"
 COLORS = ("#1f5fa8", "#d1495b", "#2a9d4e", "#e68613", "#7b4fa3", "#0f8b8d", "#8c6d46", "#c05299", "#5b8e7d", "#888888")
 Record = dict[str, Any]
+NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
+"""What a file of that name that somebody else wrote may raise, as it is read or drawn."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,22 @@ def add_comparison(folder: Path, compared: Compared, against: str, data: Sequenc
     """What `evaluate --against` found, into the report of the compressed model in `folder`; without one, nothing."""
     if not (folder / REPORT_FILE).is_file():
         return
-    try:
-        record = read_json(folder / REPORT_FILE, LARGEST_RECORD_BYTES, "a report", remedy="")
-    except UserError:
-        return
-    if not isinstance(record, dict) or not {"recipe", "layers", "predicted", "comparisons"} <= record.keys():
-        return  # somebody else's
     measured = {"against": against, "data": list(data), **compared.to_json()}
-    others = [each for each in record["comparisons"] if (each["against"], each["data"]) != (against, list(data))]
-    _write(folder, {**record, "comparisons": [*others, measured]})
+    try:
+        record = read_json(folder / REPORT_FILE, LARGEST_RECORD_BYTES, "a report", remedy="it gets nothing added")
+        others = [each for each in record["comparisons"] if (each["against"], each["data"]) != (against, list(data))]
+        _write(folder, {**record, "comparisons": [*others, measured]})
+    except (UserError, *NOT_OURS):
+        print(f"tightfit: warning: {folder / REPORT_FILE} is no report of tightfit and stays as it is", file=sys.stderr)
 
 
 def _write(folder: Path, record: Record) -> None:
+    """The picture first: a record that cannot be drawn is not written."""
+    text = json.dumps(finite(record), indent=2, default=str, ensure_ascii=False, allow_nan=False)
     try:
-        with durable_file(folder / REPORT_FILE) as file:
-            text = json.dumps(finite(record), indent=2, default=str, ensure_ascii=False, allow_nan=False)
-            file.write_text(text + "\n", encoding="utf-8")
         draw_errors(record, folder / PICTURE_FILE)
+        with durable_file(folder / REPORT_FILE) as file:
+            file.write_text(text + "\n", encoding="utf-8")
     except (OSError, UserError) as error:
         print(f"tightfit: warning: cannot write the report in {folder}: {error}", file=sys.stderr)
 

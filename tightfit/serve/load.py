@@ -98,18 +98,18 @@ def predicted_seconds(
 ) -> tuple[float, float]:
     """From a request to its first token, and from a token to the next, with `at_once` under way.
 
-    Prompts of a round come together, in pieces of the engine's steps, so the median one waits for half of them.
+    Prompts come together: those that fit one step are computed in one, else the median one waits for half of them.
     """
     spec, weights = engine.model.spec, _read_bytes(engine)
-    waiting = (at_once + 1) // 2
-    steps = -(-at_once * prompt_tokens // engine.config.step_tokens)
-    length = prompt_tokens + answer_tokens / 2
-    cached = at_once * length * _cache_bytes_per_token(engine)
-    between = step_seconds(spec, rates, weights, Step(tokens=at_once, answers=at_once, pairs=0, cache_bytes=cached))
-    together = at_once if steps == 1 else waiting
-    tokens = together * prompt_tokens
-    prompts = Step(tokens=tokens, answers=together, pairs=together * prompt_tokens**2 / 2, cache_bytes=0)
-    return step_seconds(spec, rates, weights, prompts) + rates.first_token_s, between
+    fits_one_step = at_once * prompt_tokens <= engine.config.step_tokens
+    together = at_once if fits_one_step else (at_once + 1) // 2
+    prompts = Step(
+        tokens=together * prompt_tokens, answers=together, pairs=together * prompt_tokens**2 / 2, cache_bytes=0
+    )
+    cached = at_once * (prompt_tokens + answer_tokens / 2) * _cache_bytes_per_token(engine)
+    decoding = Step(tokens=at_once, answers=at_once, pairs=0, cache_bytes=cached)
+    first = step_seconds(spec, rates, weights, prompts) + rates.first_token_s
+    return first, step_seconds(spec, rates, weights, decoding)
 
 
 def most_tokens_per_second(engine: Engine, at_once: int, length: float, bytes_per_second: float) -> float:

@@ -65,12 +65,19 @@ class CodedWeight:
         return weight
 
     def rows(self, start: int, stop: int) -> "CodedWeight":
-        """Some of the outputs; for computing, as scales that are coded over all of them are not cut."""
+        """Some of the outputs; for computing, as scales that are coded over all of them (but mxfp4's) are not cut."""
         assert self.outliers is None, "outliers are not cut"
         scale = self.scale if self.scale.shape[0] == 1 else self.scale[start:stop]
         zero = None if self.zero is None else self.zero[start:stop]
+        by_row = self.coded_scales if self.scheme.kind == "mxfp4" else {}
         return CodedWeight(
-            self.scheme, self.codes[start:stop], scale, zero, self.group_of, input_scale=self.input_scale
+            self.scheme,
+            self.codes[start:stop],
+            scale,
+            zero,
+            self.group_of,
+            coded_scales={name: tensor[start:stop] for name, tensor in by_row.items()},
+            input_scale=self.input_scale,
         )
 
     def to(self, device: torch.device | str) -> "CodedWeight":
@@ -119,11 +126,11 @@ def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
     first = parts[0]
     if len(parts) == 1:
         return first
-    alike = all(part.scheme == first.scheme and part.outliers is None and part.group_of is None for part in parts)
-    if not alike or first.scheme.group < 0 or first.coded_scales:
+    if not all(_stacks_on(part, first) for part in parts):
+        told = " and ".join(dict.fromkeys(part.scheme.describe() for part in parts))
         raise UserError(
-            f"{name} is one tensor in files of this family and its parts are coded as "
-            f"{' and '.join(part.scheme.describe() for part in parts)}; use integers of one width with groups or rows"
+            f"{name} is one tensor in files of this family, and {told} of its parts cannot be made one; use integers "
+            "of one width with groups or rows, or mxfp4"
         )
     zeros = [part.zero for part in parts if part.zero is not None]
     return CodedWeight(
@@ -131,5 +138,17 @@ def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
         torch.cat([part.codes for part in parts]),
         torch.cat([part.scale for part in parts]),
         torch.cat(zeros) if zeros else None,
+        first.group_of,
+        coded_scales={name: torch.cat([part.coded_scales[name] for part in parts]) for name in first.coded_scales},
         input_scale=first.input_scale,  # of one input, which they share
     )
+
+
+def _stacks_on(part: CodedWeight, first: CodedWeight) -> bool:
+    """Whether both are coded alike and row by row: nothing is of the whole matrix, as NF4's and NVFP4's scales are."""
+    if part.scheme != first.scheme or part.outliers is not None or part.scheme.group < 0:
+        return False
+    same_order = part.group_of is first.group_of or (
+        part.group_of is not None and first.group_of is not None and torch.equal(part.group_of, first.group_of)
+    )
+    return same_order and (not part.coded_scales or part.scheme.kind == "mxfp4")
