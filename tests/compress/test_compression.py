@@ -307,8 +307,34 @@ def test_parts_that_files_stack(
     assert_held_as_said(tmp_path / "small")
     wanted, made = logits(tmp_path / "model"), logits(tmp_path / "small")
     assert float((made - wanted).square().mean() / wanted.square().mean()) < 0.05
-    with pytest.raises(UserError, match=r"is one tensor in files .*, and nf4 of its parts cannot be made one"):
-        run(tmp_path / "model", tmp_path / "other", recipe_of("nf4"), text, token_cache)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2"])
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (recipe_of("nf4"), "and nf4 of its parts cannot be made one"),
+        (recipe_of("spqr", bits=3), "of its parts cannot be made one"),
+        (Recipe((Step(method="rtn", bits=8, layers=("*.q",)),)), "but only some of its parts are quantized"),
+    ],
+    ids=("nf4", "spqr", "queries alone"),
+)
+def test_parts_that_are_no_tensor_are_refused_before_work(
+    name: str,
+    recipe: Recipe,
+    said: str,
+    tokenizer: Tokenizer,
+    text: Path,
+    token_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(FAMILIES[name]), tokenizer)
+    monkeypatch.delattr("tightfit.compress.compression.compress_layer")
+    with pytest.raises(UserError, match=f"is one tensor in files .*{said}"):
+        run(tmp_path / "model", tmp_path / "other", recipe, text, token_cache)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:

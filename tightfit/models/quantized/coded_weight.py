@@ -126,12 +126,10 @@ def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if not all(_stacks_on(part, first) for part in parts):
-        told = " and ".join(dict.fromkeys(part.scheme.describe() for part in parts))
-        raise UserError(
-            f"{name} is one tensor in files of this family, and {told} of its parts cannot be made one; use integers "
-            "of one width with groups or rows, or mxfp4"
-        )
+    schemes = [part.scheme for part in parts]
+    require_stacking(schemes, name)
+    if not all(_same_order(part, first) for part in parts):
+        raise _unstackable(schemes, name)
     zeros = [part.zero for part in parts if part.zero is not None]
     return CodedWeight(
         first.scheme,
@@ -144,11 +142,27 @@ def stack_rows(parts: Sequence[CodedWeight], name: str) -> CodedWeight:
     )
 
 
-def _stacks_on(part: CodedWeight, first: CodedWeight) -> bool:
-    """Whether both are coded alike and row by row: nothing is of the whole matrix, as NF4's and NVFP4's scales are."""
-    if part.scheme != first.scheme or part.outliers is not None or part.scheme.group < 0:
-        return False
-    same_order = part.group_of is first.group_of or (
+def require_stacking(schemes: Sequence[Scheme | None], name: str) -> None:
+    """Refuse parts of the tensor `name` that cannot be one: some plain, coded differently or not row by row."""
+    if len(schemes) == 1:
+        return
+    coded = [scheme for scheme in schemes if scheme is not None]
+    if len(coded) < len(schemes):
+        raise UserError(f"{name} is one tensor in files of this family, but only some of its parts are quantized")
+    if len(set(coded)) > 1 or not coded[0].is_by_row:
+        raise _unstackable(coded, name)
+
+
+def _unstackable(schemes: Sequence[Scheme], name: str) -> UserError:
+    told = " and ".join(dict.fromkeys(scheme.describe() for scheme in schemes))
+    return UserError(
+        f"{name} is one tensor in files of this family, and {told} of its parts cannot be made one; use integers of "
+        "one width with groups or rows, or mxfp4"
+    )
+
+
+def _same_order(part: CodedWeight, first: CodedWeight) -> bool:
+    """Whether inputs are in the same groups."""
+    return part.group_of is first.group_of or (
         part.group_of is not None and first.group_of is not None and torch.equal(part.group_of, first.group_of)
     )
-    return same_order and (not part.coded_scales or part.scheme.kind == "mxfp4")

@@ -17,7 +17,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface import weights as plain_files
 from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
-from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
+from tightfit.models.quantized.coded_weight import CodedWeight, require_stacking, stack_rows
 from tightfit.models.quantized.experts import QuantizedStack
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.registry import format_of
@@ -176,9 +176,8 @@ def tensors_to_write(
             made[link.theirs] = plain_files._assemble(link, state, dtype)
             continue
         module = link.theirs.removesuffix(".weight")
-        if any(part is None for part in parts):
-            raise UserError(f"{module} is one tensor in files of this family, but only some of its parts are quantized")
         weights = [part[link.expert or 0] if isinstance(part, list) else part for part in parts if part is not None]
+        require_stacking([None if part is None else weights[0].scheme for part in parts], module)
         tensors = form.encode(stack_rows(weights, module))
         made |= {f"{module}.{suffix}": tensor.contiguous().cpu() for suffix, tensor in tensors.items()}
     return made
@@ -196,14 +195,17 @@ def shapes_of(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict[str, Scheme], list[str]]:
-    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain."""
+    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain; a sentence where parts
+    of one module cannot be coded as one."""
     made: dict[str, Scheme] = {}
     plain: list[str] = []
     shapes = shapes_of(spec)
     for link in written_links(spec, shapes):
         module = link.theirs.removesuffix(".weight")
-        ours = link.ours[0].removesuffix(".weight")
-        if ours in schemes:
+        parts = [name.removesuffix(".weight") for name in link.ours]
+        ours = parts[0]
+        if any(part in schemes for part in parts):
+            require_stacking([schemes.get(part) for part in parts], module)
             made[module] = schemes[ours]
         elif link.theirs.endswith(".weight") and ours.startswith("layers.") and len(shapes[link.ours[0]].shape) > 1:
             plain.append(module)

@@ -80,6 +80,11 @@ class Scheme:
         """The code of zero where integers are symmetric."""
         return self.levels // 2
 
+    @property
+    def is_by_row(self) -> bool:
+        """Whether rows are coded one by one: nothing is of the whole matrix, as NF4's and NVFP4's scales are."""
+        return self.group >= 0 and not self.outliers and self.kind not in ("nf4", "nvfp4")
+
     def groups(self, inputs: int) -> int:
         """Scales of one row of `inputs` weights."""
         return 1 if self.group <= 0 else -(-inputs // self.group)
