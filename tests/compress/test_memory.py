@@ -143,3 +143,19 @@ def test_a_whole_model(
     assert cost.ledger is not None
     assert cost.ledger.fullest() == (phase, 0)
     assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes
+
+
+def test_a_model_that_writes_its_own_text(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is there then, with what it keeps of the rows; that is told before it writes."""
+    spec = replace(SQUARE, vocab_size=272, layers=10)
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(spec), tokenizer)
+    given = {"model": str(tmp_path / "model"), "out": tmp_path / "small", "samples": 4, "length": 32}
+    with Tracer() as tracer, files_aside(tracer, monkeypatch):
+        cost = run("awq", spec, {**given, "cache": tmp_path / "cache"})
+    alive_bytes = tracer.trace.replay().peak_allocated_bytes
+    assert cost.ledger is not None
+    assert cost.ledger.fullest() == ("init", 0)
+    assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes

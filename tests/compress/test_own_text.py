@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from tests.compress.conftest import SPEC, random_model
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.cost import CompressionCost
 from tightfit.compress.own_text import own_text
+from tightfit.compress.recipe import recipe_of
+from tightfit.errors import UserError
 from tightfit.models.generate import Sampling, sample_rows
 
 
@@ -46,3 +50,31 @@ def test_rows_are_what_a_whole_pass_would_choose() -> None:
     rows = sample_rows(model, torch.tensor([3, 200]), 30, Sampling(temperature=0))
     with torch.no_grad():
         assert torch.equal(model(rows).logits.argmax(-1)[:, :-1], rows[:, 1:])
+
+
+def test_a_card_that_does_not_hold_the_model_is_a_sentence(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("tightfit.compress.own_text.load_model", full)
+    with pytest.raises(UserError, match=r"does not fit on cpu as a whole.*give --data"):
+        rows_of(tiny, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_costs_is_told_before_it_is_written(tiny: Path, tmp_path: Path) -> None:
+    told: list[CompressionCost] = []
+
+    def stop(cost: CompressionCost) -> None:
+        told.append(cost)
+        raise KeyboardInterrupt
+
+    job = CompressionJob(
+        model=str(tiny), out=tmp_path / "small", recipe=recipe_of("gptq", bits=4, group=32), cache=tmp_path / "cache"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        compress(job, stop, lambda *done: None)
+    assert told[0].calibration.startswith("32 x 128 tokens of the model's own text")
+    assert not (tmp_path / "cache").exists()

@@ -25,6 +25,7 @@ from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
+from tightfit.compress.own_text import describe_own_text
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.rotation import Rotation, rotated_spec
@@ -83,16 +84,28 @@ class _Compression:
         if not self.schemes and job.format is not None:
             raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         self.form = choose_format(self.schemes, job.format, job.recipe)
-        is_looked_at = bool(job.data) or job.recipe.is_calibrated
-        self.calibration = job.read_calibration(self.spec) if is_looked_at else None
-        rows, length = (0, 0) if self.calibration is None else self.calibration.tokens.shape
-        text = "" if self.calibration is None else self.calibration.describe()
-        self.predicted = replace(predict(self.spec, job.recipe, rows, length), calibration=text)
+        self.calibration = job.read_calibration(self.spec) if job.data else None
+        writes = self.calibration is None and job.recipe.is_calibrated
+        self.predicted = self._predicted(writes=writes)
         self.config = self._config()  # refused before work, if it cannot be said
         announce(self.predicted)
+        if writes:
+            self.calibration = job.read_calibration(self.spec)
         names = shapes_of(self.spec)
         self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
+
+    def _predicted(self, *, writes: bool) -> CompressionCost:
+        """With the rows that there are, or those that the model will write."""
+        job, spec = self.job, self.spec
+        if writes:
+            shape = job.own_text_shape(spec)
+            made = predict(spec, job.recipe, *shape, writing_bytes=job.writing_bytes)
+            return replace(made, calibration=describe_own_text(*shape))
+        if self.calibration is None:
+            return predict(spec, job.recipe, 0, 0)
+        rows, length = self.calibration.tokens.shape
+        return replace(predict(spec, job.recipe, rows, length), calibration=self.calibration.describe())
 
     def _identity(self) -> dict[str, str]:
         return {

@@ -73,8 +73,11 @@ def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:
     return found
 
 
-def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int) -> CompressionCost:
-    """The cost of compressing a model of this shape with `rows` calibration rows of `length` tokens."""
+def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_bytes: int = 0) -> CompressionCost:
+    """The cost of compressing a model of this shape with `rows` calibration rows of `length` tokens.
+
+    Where the model writes these rows itself, it does so in numbers of `writing_bytes`.
+    """
     chosen, shapes = schemes(spec, recipe), matrices(spec)
     coded = weights = 0
     for name, scheme in chosen.items():
@@ -85,7 +88,7 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int) -> Compress
         weights += count * outputs * inputs
     head = spec.vocab_size * spec.hidden_size if spec.tied and recipe.rotation is not None else 0
     plain = 2 * (spec.params() + head - weights)
-    ledger = compression_ledger(spec, recipe, rows, length)
+    ledger = compression_ledger(spec, recipe, rows, length, writing_bytes=writing_bytes)
     return CompressionCost(
         result_bytes=coded + plain,
         original_bytes=2 * spec.params(),

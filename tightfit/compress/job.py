@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tightfit.compress.calibration import Calibration, read_calibration
 from tightfit.compress.own_text import LONGEST_ROW as OWN_LONGEST_ROW
-from tightfit.compress.own_text import MOST_ROWS, own_text
+from tightfit.compress.own_text import MOST_ROWS, own_text, writing_dtype
 from tightfit.durable import refuse_existing
 from tightfit.errors import UserError
 from tightfit.models.loading import has_weights
@@ -35,14 +35,25 @@ class ShrinkingJob:
         if not has_weights(self.model):
             raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
 
+    def own_text_shape(self, spec: ModelSpec) -> tuple[int, int]:
+        """Rows and tokens of what the model writes where there is no `data`."""
+        length = OWN_LONGEST_ROW if self.length is None else self.length
+        return min(self.samples, MOST_ROWS), min(length, spec.max_positions)
+
+    @property
+    def writing_bytes(self) -> int:
+        """Of a number in which the model writes its text; 0 where there is `data`."""
+        return 0 if self.data else writing_dtype(self.device).itemsize
+
     def read_calibration(self, spec: ModelSpec) -> Calibration:
         """Rows of `data`, or where none is given of what the model writes."""
         if not self.data:
+            rows, length = self.own_text_shape(spec)
             return own_text(
                 self.model,
                 spec,
-                rows=min(self.samples, MOST_ROWS),
-                length=min(OWN_LONGEST_ROW if self.length is None else self.length, spec.max_positions),
+                rows=rows,
+                length=length,
                 device=self.device,
                 cache=self.cache,
                 progress=self.progress,

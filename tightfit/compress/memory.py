@@ -4,6 +4,8 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 
 | phase | what | bytes |
 |---|---|---|
+| init | the whole model, which writes its text where there is none, in numbers of w bytes | w · all weights |
+| | keys and values of what it has written | w · 2 T k · layers |
 | load | an end of the model, and the copy of it that is written in 16 bits | 4 V h + 2 V h |
 | | tied ends, which are made apart and then tied | 2 · 4 V h |
 | | calibration rows, embedded | 4 T h |
@@ -83,11 +85,18 @@ SEARCH = 5
 
 
 def compression_ledger(
-    spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, rewritten: str | None = None
+    spec: ModelSpec,
+    recipe: Recipe,
+    rows: int,
+    length: int,
+    *,
+    rewritten: str | None = None,
+    writing_bytes: int = 0,
 ) -> Ledger:
     """Bytes at the peak of every phase of compressing with `rows` calibration rows of `length` tokens.
 
-    `rewritten` is svd, whitened or structured where layers are rewritten rather than coded by a recipe.
+    `rewritten` is svd, whitened or structured where layers are rewritten rather than coded by a recipe. Where the model
+    writes its text itself, it does so in numbers of `writing_bytes`.
     """
     stream_bytes = FLOAT * rows * length * spec.hidden_size
     ends_bytes = (2 * FLOAT if spec.tied else FLOAT + 2) * spec.vocab_size * spec.hidden_size
@@ -104,7 +113,21 @@ def compression_ledger(
         Line(component="inputs", phase="coding", bytes=(streams - 1) * stream_bytes, why=f"{streams - 1} · 4 T h"),
         *_fullest(spec, recipe, rewritten, rows, length),
     ]
-    return Ledger("formulas", (*load, *_layer(spec, recipe, rewritten), *forward, *coding))
+    written = _writing(spec, rows * length, writing_bytes)
+    return Ledger("formulas", (*written, *load, *_layer(spec, recipe, rewritten), *forward, *coding))
+
+
+def _writing(spec: ModelSpec, tokens: int, number_bytes: int) -> list[Line]:
+    """The whole model and its cache, while it writes its own calibration text."""
+    if not number_bytes:
+        return []
+    cache_bytes = number_bytes * 2 * tokens * spec.kv_size * spec.layers
+    return [
+        Line(
+            component="weights", phase="init", bytes=number_bytes * spec.params(), detail="all", why="w · all weights"
+        ),
+        Line(component="activations", phase="init", bytes=cache_bytes, detail="cache", why="w · 2 T k · layers"),
+    ]
 
 
 def _layer(spec: ModelSpec, recipe: Recipe, rewritten: str | None) -> list[Line]:

@@ -4,8 +4,8 @@ Every row begins with a token drawn from the whole vocabulary, so that rows diff
 the distribution that the model has learned (as in LLM-QAT, arXiv 2305.17888). Of text that is at hand everywhere this
 is the nearest to what the model was trained on: SmolLM2-135M, a third of its layers in 3 bits by GPTQ, has a KL of
 0.155 on WikiText-2 so, and 0.126 calibrated on WikiText-2 itself, 0.229 on Python's help texts, 0.237 on Python's
-library (docs/LOG.md). It costs a forward pass a token with the whole model in memory, so rows are fewer; they are kept
-in the cache, and the same weights get the same rows.
+library (docs/LOG.md). It costs a forward pass a token with the whole model in memory (in 16 bits on a GPU), so rows are
+fewer; they are kept in the cache, and the same weights get the same rows.
 """
 
 from functools import partial
@@ -18,6 +18,7 @@ from rich.progress import Progress, TaskID
 
 from tightfit.compress.calibration import Calibration
 from tightfit.durable import durable_file
+from tightfit.errors import UserError
 from tightfit.models.generate import Sampling, sample_rows
 from tightfit.models.loading import digest_of, load_model
 from tightfit.models.spec import ModelSpec
@@ -25,6 +26,16 @@ from tightfit.models.spec import ModelSpec
 MOST_ROWS = 32
 LONGEST_ROW = 512
 SOURCE = "the model's own text, as no --data is given; text like what it will read is better"
+
+
+def writing_dtype(device: str) -> torch.dtype:
+    """In which the model writes: float32 where 16 bits are no faster."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+def describe_own_text(rows: int, length: int) -> str:
+    """A few words, before it is written."""
+    return f"{rows} x {length} tokens of {SOURCE}"
 
 
 def own_text(
@@ -52,7 +63,17 @@ def _kept(file: Path, rows: int, length: int, vocab_size: int) -> torch.Tensor |
 
 
 def _written(model: str, spec: ModelSpec, rows: int, length: int, device: str, progress: bool) -> torch.Tensor:
-    decoder = load_model(model, device=device).model
+    try:
+        return _sampled(model, spec, rows, length, device, progress)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{model} does not fit on {device} as a whole, so it cannot write the text that layers are looked at with; "
+            "give --data"
+        ) from error
+
+
+def _sampled(model: str, spec: ModelSpec, rows: int, length: int, device: str, progress: bool) -> torch.Tensor:
+    decoder = load_model(model, device=device, dtype=writing_dtype(device)).model
     first = torch.randint(0, spec.vocab_size, (rows,), generator=torch.Generator().manual_seed(0))
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("the model writes", total=length)

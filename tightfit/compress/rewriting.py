@@ -58,7 +58,14 @@ class LayerRewriting(ABC):
         plain = config_from_spec(self.written, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
         self.config = self.changed_config(plain)
         nothing, shape = Recipe(()), self.calibration.tokens.shape
-        ledger = compression_ledger(self.spec, nothing, shape[0], shape[1], rewritten=self.method_name())
+        ledger = compression_ledger(
+            self.spec,
+            nothing,
+            shape[0],
+            shape[1],
+            rewritten=self.method_name(),
+            writing_bytes=job.writing_bytes,
+        )
         self.predicted = replace(
             predict(self.spec, nothing, *shape),
             result_bytes=self.result_bytes(),
