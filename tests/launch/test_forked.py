@@ -184,3 +184,25 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # gone, before or while it was read
         return False
+
+
+def tell_of_imports(rank: int, folder: str) -> None:
+    Path(folder, "seen").write_text(str("tests.launch.opened" in sys.modules))
+
+
+@pytest.mark.parametrize(("has_gpu", "seen"), [(True, "False"), (False, "True")])
+def test_a_server_that_opened_the_gpu_forks_nothing(has_gpu: bool, seen: str, tmp_path: Path) -> None:
+    """Where there is one; in a program of its own, as a program has one server."""
+    code = f"""
+if __name__ == "__main__":
+    from tests.launch.test_forked import tell_of_imports
+    from tightfit.launch import forked
+    forked.GPU_FILES = ({str(tmp_path) if has_gpu else "/nowhere"!r},)
+    with forked.Forked(1, tell_of_imports, ({str(tmp_path)!r},), ["tests.launch.opened"]) as process:
+        while process.wait():
+            pass
+        assert not process.failures
+"""
+    (tmp_path / "program.py").write_text(code)
+    subprocess.run([sys.executable, tmp_path / "program.py"], check=True, timeout=120)
+    assert (tmp_path / "seen").read_text() == seen

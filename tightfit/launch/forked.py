@@ -3,7 +3,8 @@
 Importing torch and the training loop takes seconds of a core; forked ranks start, and start again, in a fraction of
 one, and share those pages. The server is Python's own (`multiprocessing`'s forkserver): a process that imports, opens
 no GPU and computes nothing, so what it forks may do both. There is one to a program, which keeps the imports it was
-first asked for.
+first asked for. Some packages open the GPU when they are imported (torchao, which transformers imports where it is
+installed): what such a server forks could not use it, so processes are started afresh then.
 
 Who sends a signal to all processes of a job (scancel, systemd) must not end the server, which tells how they ended:
 signals that ask to stop are blocked there, and reach what it forks (launch/reachable.py). Each process has a session
@@ -14,6 +15,7 @@ The server ends with the last of them.
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,10 @@ REACHABLE, SETTLED = "tightfit.launch.reachable", "tightfit.launch.settled"
 """What the server imports before and after all others."""
 TRAINING = ("tightfit.train.loop", "transformers.models.auto.tokenization_auto", "tightfit.report.run")
 """What a rank that trains would import: named here, as a program has its server import it before it does so itself."""
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+"""One of them is there where there is a GPU."""
+OPENED = 3
+"""The exit code of a process that was forked from a server which had opened the GPU."""
 PATIENCE_S = 30.0
 """How long processes that were asked to stop may take: a step, and a checkpoint."""
 
@@ -53,6 +59,7 @@ class Forked:
         """`fresh` ones are not forked but import all they need, as those must that find the GPU opened already."""
         if not fresh:
             start_server(modules)
+            fresh = any(map(os.path.exists, GPU_FILES)) and _has_opened_gpu()
         self.killed: set[int] = set()
         """Ranks that had to be killed, as they did not stop when they were asked to."""
         context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
@@ -115,6 +122,20 @@ class Forked:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+def _has_opened_gpu() -> bool:
+    """Whether an import of the server's has."""
+    asked = multiprocessing.get_context("forkserver").Process(target=_tell_whether_opened)
+    asked.start()
+    asked.join()
+    return asked.exitcode == OPENED
+
+
+def _tell_whether_opened() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        sys.exit(OPENED)
 
 
 def _begin(target: Target, rank: int, *arguments: Any) -> None:
