@@ -25,6 +25,7 @@ def test_from_a_model_to_a_file_for_others(
     assert "layer 2/2" in made.err
     for word in ("predicted", "measured", "gptq int4 g32 asym", "compressed-tensors", ["mlp", "down"][1]):
         assert word in made.out
+    assert "…" not in made.out, "numbers are cut off"
     compared = tightfit("evaluate", small, "--data", text, "--against", tiny, "--seq", 64, *cache, "--json").json
     assert compared["kl"]["mean"] > 0
     assert compared["loss"]["mean"] - compared["original_loss"]["mean"] == pytest.approx(

@@ -87,7 +87,8 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
     if as_json:
         return print_json(asdict(report))
     names = sorted({name for layer in report.layers for name in layer.errors})
-    table = Table(title="relative squared error of outputs", title_justify="left", box=None, padding=(0, 1))
+    table = Table(title="relative squared error of outputs", title_justify="left", box=None, pad_edge=False)
+    table.collapse_padding = True  # so that seven matrices go into 80 columns
     for column in ("layer", *(name.split(".", 1)[-1] for name in names), "whole", "s"):
         table.add_column(column, justify="right", no_wrap=True)
     for layer in report.layers:
