@@ -14,13 +14,11 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.weights import half as half_weight
-from tightfit.serve.weights.half import ENGINES, HalfWeight, halved, is_exact, is_near
+from tightfit.serve.weights.half import HalfWeight, cpu_has_products, halved, is_exact, is_near
 from tightfit.serve.weights.joint import half_bytes
 from tightfit.serve.weights.weight import PlainWeight
 
-has_products = pytest.mark.skipif(
-    torch.backends.quantized.engine not in ENGINES, reason="this CPU's torch has no products with 16-bit weights"
-)
+has_products = pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")
 PROMPTS = ([5, 17, 250, 3, 9], [8, 8, 41], list(range(20, 60)))
 
 

@@ -4,8 +4,8 @@ One token reads every weight once, so half the bytes are half the time. Publishe
 half-precision float holds such a number exactly from 2⁻¹⁷ on: what is below is off by 2⁻²⁵ at most. A matrix of K
 columns counts as unchanged if it is off by less than float32's rounding of a sum of K terms: √K · 2⁻²⁴ of its norm.
 Where a model's other products round to bfloat16 anyway (int4.py), 2⁻¹¹ of its norm is little enough.
-FBGEMM inside torch has the products (x86 only). The decoder keeps its float32 weights, so this is a copy; the budget
-counts it.
+FBGEMM inside torch has the products; used on x86 alone, as those for Arm end the process where the CPU lacks one of
+their instructions. The decoder keeps its float32 weights, so this is a copy; the budget counts it.
 """
 
 import math
@@ -19,6 +19,7 @@ from torch import Tensor
 from tightfit.serve.weights.weight import PlainWeight, Weight
 
 ENGINES = ("x86", "fbgemm")
+CPUS = ("AVX2", "AVX512")
 ROUNDING = 2.0**-24
 """Half of float32's spacing at one."""
 HALF_ROUNDING = 2.0**-11
@@ -63,8 +64,12 @@ def copy_bytes(*parts: Tensor) -> int:
 
 def has_products(weight: Tensor) -> bool:
     """Whether torch has them for matrices like `weight`."""
-    here = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return here and torch.backends.quantized.engine in ENGINES
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and cpu_has_products()
+
+
+def cpu_has_products() -> bool:
+    """Whether torch's products with such weights run on this CPU."""
+    return torch.backends.quantized.engine in ENGINES and torch.backends.cpu.get_cpu_capability() in CPUS
 
 
 def is_exact(weight: Tensor) -> bool:
