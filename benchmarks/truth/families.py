@@ -28,6 +28,7 @@ def family_cases() -> Iterator[Case]:
     yield from _small_steps()
     yield from _third_round()
     yield from _fourth_round()
+    yield from _fifth_round()
 
 
 def _plain_attention() -> Iterator[Case]:
@@ -169,3 +170,35 @@ def _fourth_round() -> Iterator[Case]:
     yield _of("deepseek-v2-lite", 8192, 1, layers=5, checkpoint_every=1)
     yield _of("gpt-oss-20b", 8192, 1, layers=4, checkpoint_every=1, **PURE)
     yield _of("mixtral-8x7b", 2048, 3, BACK, layers=3)
+
+
+def _fifth_round() -> Iterator[Case]:
+    """Others again, predicted after the costs had learned from the fourth."""
+    yield _of("llama-3.2-1b", 2048, 6)
+    yield _of("llama-3.2-3b", 8192, 1, checkpoint_every=1)
+    yield _of("llama-3.1-8b", 4096, 1, "optimizer_states=factored", layers=10)
+    yield _of("llama-2-13b", 4096, 1, layers=6, **PURE)
+    yield _of("mistral-7b", 2048, 4, "checkpoint_keep=attention", layers=8, checkpoint_every=1)
+    yield _of("qwen2.5-14b", 4096, 1, f"offload=optimizer {BACK}", layers=5)
+    yield _of("qwen2.5-3b", 8192, 1, BACK, checkpoint_every=1)
+    yield _of("qwen2.5-1.5b", 2048, 4, "matmul=fp8-row")
+    yield _of("qwen3-14b", 4096, 2, layers=4)
+    yield _of("qwen3-0.6b", 8192, 2, "tiles=2")
+    yield _of("qwen3-1.7b", 4096, 1, accumulation=4)
+    yield _of("gemma-2-27b", 4096, 1, layers=4)
+    yield _of("gemma-2-2b", 6144, 1, "optimizer_states=8bit")
+    yield _of("gemma-3-27b", 2048, 2, layers=5, **PURE)
+    yield _of("gemma-3-1b", 4096, 2, BACK)
+    yield _of("gemma-3-4b", 8192, 1, "checkpoint_keep=matmuls", layers=12, checkpoint_every=1)
+    yield _of("phi-4", 2048, 3, layers=6)
+    yield _of("phi-3-mini-128k", 8192, 1, layers=12, checkpoint_every=1)
+    yield _of("phi-4-mini", 6144, 1)
+    yield _of("gpt2-medium", 1024, 8, BACK)
+    yield _of("gpt2-xl", 1024, 8, checkpoint_every=2, **PURE)
+    yield _of("gpt2-large", 1024, 12)
+    yield _of("olmoe-1b-7b", 4096, 1, "optimizer_states=8bit", layers=5)
+    yield _of("deepseek-v2-lite", 2048, 4, BACK, layers=4)
+    yield _of("gpt-oss-20b", 2048, 3, layers=5)
+    yield _of("qwen3-30b-a3b", 4096, 1, BACK, layers=5)
+    yield _of("qwen3-235b-a22b", 2048, 2, layers=2, **PURE)
+    yield _of("mixtral-8x7b", 4096, 1, "checkpoint_keep=attention", layers=3, checkpoint_every=1)
