@@ -1,9 +1,9 @@
 """What a serving step takes on this CPU as it is predicted, beside what it takes: first tokens, and tokens after them.
 
-Parts of a step are measured first (tightfit/serve/cpu_timing.py), as `tightfit calibrate` and `tightfit bench serve` do,
-by one thread. Then requests of several numbers and lengths run on SmolLM2's shape in float32, on its 4-bit GGUF file
-and on the model that `make run` trains; steps are measured in processor time, which means something on a busy machine
-too. Rows go to benchmarks/results/serve_predicted.csv.
+Parts of a step are measured first (tightfit/serve/cpu_timing.py), as `tightfit calibrate` and `tightfit bench serve`
+do, by one thread. Then requests of several numbers and lengths run on SmolLM2's shape in float32, on its 4-bit GGUF
+file and on the shape that `make run` trains; steps are measured in processor time, which means something on a busy
+machine too. Rows go to benchmarks/results/serve_predicted.csv.
 
     python -m benchmarks.serve_predicted
     python -m benchmarks.serve_predicted --tiny

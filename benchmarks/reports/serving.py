@@ -64,7 +64,7 @@ def _cell(row: Row | None) -> str:
     return f"{value:,.0f}" if is_whole else f"{value:.1f}"
 
 
-def predicted_rows(results: Path) -> Table:
+def cpu_prediction_rows(results: Path) -> Table:
     """Predicted beside measured milliseconds on CPUs, the newest row of each case."""
     header = ["CPU", "model", "weights", "requests", "prompt", "first token, ms", "between tokens, ms"]
     rows = [
