@@ -10,12 +10,16 @@ from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator, PeakRates
 from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving import Serving, make_serving
 from tightfit.plan.serving_step import Step
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
 
 RATES = CpuRates(
     products={"fp32": ((1, 0.2), (8, 1.0), (64, 4.0)), "fp16": ((1, 0.1), (64, 4.0)), "int4": ((1, 0.05), (64, 4.0))},
@@ -113,6 +117,26 @@ def test_predictions_are_never_beyond_the_limits() -> None:
             asked = serving(form, length, requests)
             assert asked.predicted_tokens_per_second < asked.tokens_per_second
             assert asked.predicted_first_token_seconds > asked.first_token_seconds
+
+
+def test_a_cpus_memory_is_what_an_engine_holds_there() -> None:
+    """Float32 of weights, keys and values, and no CUDA context."""
+    model = Decoder(preset("tiny-llama"))
+    init_weights(model)
+    engine = Engine(model, None, EngineConfig(max_sequences=1, max_length=64))
+    bare = machine(replace(RATES, products={"fp32": RATES.products["fp32"]}))
+    for form in ("fp32", "bf16", "q4_0"):
+        lines = make_serving("tiny-llama", model.spec, bare, form, 64, 1).ledger.lines
+        found = {(line.component, line.detail): line.bytes for line in lines if line.phase == "forward"}
+        assert found["weights", "fp32"] == engine.budget.weight_bytes
+        assert found["activations", "keys and values"] == engine.budget.cache_bytes
+        assert ("cuda context", "") not in found
+
+
+def test_a_copy_in_16_bits_is_counted() -> None:
+    lines = serving("bf16").ledger.lines
+    found = {(line.component, line.detail): line.bytes for line in lines if line.phase == "forward"}
+    assert found["weights", "a copy in 16 bits"] == 2 * SPEC.params()
 
 
 def test_a_cpu_that_was_not_measured_is_a_sentence() -> None:

@@ -13,6 +13,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
+from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
@@ -27,6 +28,9 @@ PLAIN: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16")
 PACKED_SHARES = {4: 0.7, 8: 0.8}
 """Of the rate of reading, at which weights of at most so many bits are read: 8B on an H200, one stream
 (serve_speed.csv: 480 tokens/s in int4, 356 in fp8)."""
+
+CPU_ELEMENT_BYTES = 4
+ON_CPU = Overheads(context_bytes=0, workspace_bytes=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class Serving:
     @property
     def ledger(self) -> Ledger:
         """What the card holds."""
+        if isinstance(rates := self.rates, CpuStepRates):
+            return self._cpu_ledger(rates)
         small = self.compressed
         return serving_ledger(
             self.spec,
@@ -57,6 +63,25 @@ class Serving:
             cache=self.cache,
             stored_bytes=None if small is None else small.total_bytes,
             expanded_bytes=0 if small is None else small.expanded_bytes,
+        )
+
+    def _cpu_ledger(self, rates: CpuStepRates) -> Ledger:
+        """What an engine on a CPU holds: float32, but for the codes that it multiplies by; copies in 16 bits."""
+        small, by_codes = self.compressed, rates.layers_as == "int4"
+        head = self.spec.vocab_size * self.spec.hidden_size
+        copied = (head if rates.head_as == "fp16" else 0) + (
+            layer_params(self.spec) if rates.layers_as == "fp16" else 0
+        )
+        return serving_ledger(
+            self.spec,
+            form=self.form if by_codes else "fp32",
+            requests=self.requests,
+            length=self.length,
+            cache=self.cache,
+            overheads=ON_CPU,
+            stored_bytes=small.total_bytes if small is not None and by_codes else None,
+            copied_bytes=2 * copied,
+            element_bytes=CPU_ELEMENT_BYTES,
         )
 
     @property
@@ -149,7 +174,7 @@ class Serving:
     @property
     def _cache_bytes(self) -> int:
         """Keys and values of all requests: float32 on a CPU."""
-        element_bytes = 4 if self.machine.is_cpu else 2
+        element_bytes = CPU_ELEMENT_BYTES if self.machine.is_cpu else 2
         return cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
 
     @property

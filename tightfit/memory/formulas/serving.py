@@ -96,12 +96,15 @@ def serving_ledger(
     overheads: Overheads = DEFAULT,
     stored_bytes: int | None = None,
     expanded_bytes: int = 0,
+    copied_bytes: int = 0,
+    element_bytes: int = 2,
 ) -> Ledger:
     """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time.
 
-    `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use.
+    `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use, and
+    `copied_bytes` a copy of weights that products read; a number that is computed takes `element_bytes`.
     """
-    prompt = LocalShape(spec, rows=1, length=min(prefill_tokens, length), element_bytes=2)
+    prompt = LocalShape(spec, rows=1, length=min(prefill_tokens, length), element_bytes=element_bytes)
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
     if stored_bytes is not None:
         weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes
@@ -110,11 +113,13 @@ def serving_ledger(
     logits = About("logits and loss", "last token's logits", "float32, one a request")
     parts = [
         weights,
-        (kept, cache_bytes(spec, requests, length, form=cache)),
+        (kept, cache_bytes(spec, requests, length, element_bytes, form=cache)),
         (work, layer_cost(prompt, spec.layers - 1).forward_working),
         (logits, FLOAT32_BYTES * spec.vocab_size * requests),
         (About("workspace", "cuBLAS", "one thread"), overheads.workspace_bytes // 2),
     ]
+    if copied_bytes:
+        parts.append((About("weights", "a copy in 16 bits", "what a CPU's products read"), copied_bytes))
     if expanded_bytes:
         parts.append((About("workspace", "an expanded matrix", "widths that no kernel reads packed"), expanded_bytes))
     return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", parts, overheads)))
