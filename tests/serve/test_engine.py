@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.beam import BeamSearch, likeliest_answers
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.requests.grammar import Grammar
+from tightfit.serve.requests.grammar import LARGEST_TEXT, Constraints, Grammar
 from tightfit.serve.requests.request import Answer, Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.sampling.acceptance import accepted
@@ -237,6 +238,31 @@ def test_answers_have_the_form_that_is_asked_for(
     for made in answers(Engine(model, tokenizer, CONFIG), sampling, bent):
         if grammar.kind != "lark" or made[0].finish == "stop":  # that one may go on as long as it likes
             assert check(made[0].text), made[0].text  # type: ignore[operator]
+
+
+def test_a_form_is_read_once_and_without_torchs_compiler(
+    model: Decoder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both took seconds in which no answer went on: importing llguidance.torch, and reading large forms per answer."""
+    monkeypatch.setitem(sys.modules, "llguidance.torch", None)
+    read: list[Grammar] = []
+    begin = Constraints._begin
+    monkeypatch.setattr(Constraints, "_begin", lambda self, grammar: read.append(grammar) or begin(self, grammar))
+    grammar = Grammar("regex", "(yes|no), [0-9]{3}")
+    sampling = Sampling(max_tokens=20, temperature=1.0, seed=3, grammar=grammar, stop_ids=tokenizer.stop_ids)
+    engine = Engine(model, tokenizer, CONFIG)
+    made = engine.generate([Request(id=name, prompt=[1], sampling=sampling, count=3) for name in "ab"])
+    texts = [answer.text for answers in made.values() for answer in answers]
+    assert len(set(texts)) > 1  # each stands at a place of its own
+    assert all(re.fullmatch(grammar.text, text) for text in texts)
+    assert read == [grammar]
+
+
+def test_a_form_too_large_to_read_is_refused(model: Decoder, tokenizer: Tokenizer) -> None:
+    """Four times the time for twice the text: 300 kB of a schema took half a minute."""
+    grammar = Grammar("regex", "a" * (LARGEST_TEXT + 1))
+    with pytest.raises(UserError, match=r"the regex .* has 131,073 characters; give at most 131,072"):
+        Engine(model, tokenizer, CONFIG).check(Request(id="a", prompt=[1], sampling=replace(HOT, grammar=grammar)))
 
 
 def test_a_bad_form_is_the_users_mistake(model: Decoder, tokenizer: Tokenizer) -> None:

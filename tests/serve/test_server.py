@@ -5,10 +5,12 @@ import base64
 import json
 import socket
 import struct
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -21,6 +23,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.requests.grammar import Constraints, Grammar
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
@@ -159,6 +162,28 @@ def test_answers_of_a_given_form(client: openai.OpenAI) -> None:
         model="tiny", prompt="a", max_tokens=30, extra_body={"guided_regex": "(left|right) [0-9]"}
     )
     assert chosen.choices[0].text[:-2] in ("left", "right")
+
+
+def test_a_form_is_read_while_others_are_listened_to(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading one waits here until the server has answered somebody else."""
+    reading, answered = threading.Event(), threading.Event()
+    begin = Constraints._begin
+
+    def slow(self: Constraints, grammar: Grammar) -> object:
+        reading.set()
+        assert answered.wait(timeout=60), "nobody is listened to meanwhile"
+        return begin(self, grammar)
+
+    monkeypatch.setattr(Constraints, "_begin", slow)
+    with ThreadPoolExecutor(1) as beside:
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 9, "extra_body": {"guided_regex": "never|before"}}
+        form = beside.submit(lambda: client.completions.create(**asked))  # type: ignore[call-overload]
+        assert reading.wait(timeout=60)
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices[0].text
+        answered.set()
+        assert form.result().choices[0].text in ("never", "before")
 
 
 def test_a_forced_call_is_a_call(client: openai.OpenAI) -> None:

@@ -5,6 +5,7 @@ give their blocks back. Where the model runs on a GPU and nothing needs the host
 of the one before it are read (`graphs/async_steps.py`); the schedule needs lengths only.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -98,6 +99,7 @@ class Engine:
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
         self._constraints: Constraints | None = None
+        self._constraints_lock = threading.Lock()  # forms are checked in threads of their own (service.py)
         self._host_bound = 0  # answers whose next token depends on what the host knows
         self._flights: deque[Flight] = deque()
         sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
@@ -274,8 +276,9 @@ class Engine:
             return None
         if self.tokenizer is None:
             raise UserError("the model has no tokenizer, so its answers cannot follow a grammar")
-        if self._constraints is None:
-            self._constraints = Constraints(self.tokenizer, self.model.spec.vocab_size)
+        with self._constraints_lock:
+            if self._constraints is None:
+                self._constraints = Constraints(self.tokenizer, self.model.spec.vocab_size)
         return self._constraints.matcher(grammar)
 
     def _asked(self, chunk: Chunk, draft: torch.Tensor | None) -> Asked:

@@ -87,7 +87,8 @@ class Service:
         After `seconds` it is cancelled with a TimeoutError.
         """
         self._check_open()
-        request = self.engine.check(request)
+        request = await self.check(request)
+        self._check_open()
         queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self._queues[request.id] = queue
         self._put(lambda engine: engine.submit(request))
@@ -105,6 +106,12 @@ class Service:
             self._queues.pop(request.id, None)
             if left:
                 self._put(lambda engine: engine.cancel(request.id))
+
+    async def check(self, request: Request) -> Request:
+        """The request as the engine takes it; reading a form may take a second, in which others are listened to."""
+        if request.sampling.grammar is None:
+            return self.engine.check(request)
+        return await asyncio.to_thread(self.engine.check, request)
 
     async def answers(self, request: Request, seconds: float | None = None) -> list[Answer]:
         """The whole answers to `request`."""

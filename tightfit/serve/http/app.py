@@ -175,7 +175,7 @@ async def _answered(served: Served, asking: Asking, request: Request) -> Respons
     """The answers as one object, or as a stream."""
     service = served.service
     for each in asking.requests:
-        service.engine.check(each)
+        await service.check(each)
     if asking.body.stream:
         made = streamed(service, asking, served.limits.request_seconds)
         # What goes wrong before the first token has a status yet.

@@ -5,10 +5,13 @@ A grammar allows some tokens at each place; all others get the logit −∞ befo
 """
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +23,10 @@ JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 """JSON on one line, as json.dumps writes it: where spaces are free, some models write nothing else."""
 FORMS = ("guided_regex", "guided_grammar", "guided_json", "response_format")
 """Fields by which a request asks for a form; the first that is given decides."""
+LARGEST_TEXT = 2**17
+"""Characters of a form: twice as many take four times as long to read, these about a second."""
+MOST_KEPT = 16
+"""Forms that need not be read again."""
 INSTALL = "pip install 'tightfit[serve]'"
 
 
@@ -65,20 +72,38 @@ def _schema(value: Any, name: str) -> str:
 
 
 class Constraints:
-    """Makes matchers for one tokenizer; reading its vocabulary is the slow part and happens once."""
+    """Makes matchers for one tokenizer, in any thread; reading its vocabulary is slow and happens once, as does reading
+    a form that was asked for lately."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._guidance = _import()
         self.vocab_size = vocab_size
         self._tokenizer = _guidance_tokenizer(tokenizer, vocab_size)
+        self._begun: OrderedDict[Grammar, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> "Matcher":
         """A matcher at the beginning of an answer; a mistake in the grammar is the user's."""
-        compiled = self._compiled(grammar)
-        made = self._guidance.LLMatcher(self._tokenizer, compiled)
+        with self._lock:
+            begun = self._begun.get(grammar)
+        if begun is None:
+            begun = self._begin(grammar)
+            with self._lock:
+                self._begun[grammar] = begun
+                if len(self._begun) > MOST_KEPT:
+                    self._begun.popitem(last=False)
+        return Matcher(begun.deep_copy(), self.vocab_size)
+
+    def _begin(self, grammar: Grammar) -> Any:
+        if len(grammar.text) > LARGEST_TEXT:
+            raise UserError(
+                f"the {grammar.kind} that the answer must follow has {len(grammar.text):,} characters; "
+                f"give at most {LARGEST_TEXT:,}"
+            )
+        made = self._guidance.LLMatcher(self._tokenizer, self._compiled(grammar))
         if made.is_error():
             raise UserError(f"the {grammar.kind} that the answer must follow is refused: {_short(made.get_error())}")
-        return Matcher(made, self._guidance, self.vocab_size)
+        return made
 
     def _compiled(self, grammar: Grammar) -> str:
         matcher = self._guidance.LLMatcher
@@ -99,17 +124,17 @@ class Constraints:
 class Matcher:
     """Where one answer stands in its grammar."""
 
-    def __init__(self, matcher: Any, guidance: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
-        self._words = torch.empty(1, -(-vocab_size // 32), dtype=torch.int32)
+        self._words = np.empty((1, -(-vocab_size // 32)), dtype=np.int32)
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, [V] of booleans."""
-        import llguidance.torch
+        import llguidance.numpy  # llguidance.torch imports torch's compiler: seconds in which no answer goes on
 
-        llguidance.torch.fill_next_token_bitmask(self._matcher, self._words)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._words)
         bits = torch.arange(32, dtype=torch.int32)
-        return ((self._words[0, :, None] >> bits) & 1).bool().flatten()[: self._vocab_size]
+        return ((torch.from_numpy(self._words[0])[:, None] >> bits) & 1).bool().flatten()[: self._vocab_size]
 
     def advance(self, token: int) -> None:
         """The answer goes on with `token`."""
