@@ -56,6 +56,30 @@ def test_every_prompt_is_answered_once_and_a_killed_run_goes_on(loaded: LoadedMo
     assert answer_file(engine, source, target, SAMPLING) == 0
 
 
+def test_answers_to_what_is_no_longer_asked_are_not_taken_for_those_that_are(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """A line put before the others gave every id another prompt; the output's older answers were kept all the same."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
+    assert answer_file(engine, source, target, SAMPLING) == 2
+    before = target.read_bytes()
+    with pytest.raises(UserError, match=r"line 1: the answer to '1' in .*out.jsonl is to .* name another --out"):
+        answer_file(engine, source, target, replace(SAMPLING, max_tokens=2))
+    with pytest.raises(UserError, match="line 1: the answer to '1'"):
+        answer_file(engine, source, target, SAMPLING, beams=2)
+    source.write_text('{"prompt": "new"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
+    with pytest.raises(UserError, match="line 1: the answer to '1'"):
+        answer_file(engine, source, target, SAMPLING)
+    assert target.read_bytes() == before
+    source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "new"}\n')
+    assert answer_file(engine, source, target, SAMPLING) == 1
+    rows = [{name: value for name, value in row.items() if name != "asked"} for row in lines(target)]
+    target.write_text("".join(json.dumps(row) + "\n" for row in rows))  # as it was written before there were digests
+    assert answer_file(engine, source, target, SAMPLING) == 0
+
+
 def test_beams_end_where_they_say_stop(loaded: LoadedModel, tmp_path: Path) -> None:
     """An answer that ends is its text without the token that ends it; no seed changes any."""
     source = tmp_path / "in.jsonl"
@@ -220,7 +244,7 @@ def test_a_full_disk_is_a_sentence_and_what_is_answered_stays(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
-    before = len(read_finished(target).ids)
+    before = len(read_finished(target).asked)
     assert 0 < before < 6
     assert answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING) == 6 - before
     assert len(lines(target)) == 6

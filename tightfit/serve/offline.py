@@ -3,13 +3,16 @@
 A line in has `prompt` (a text), `tokens` (ids) or `messages` (a chat), optionally an `id` and settings that differ from
 the command's. A line out has the id, the texts, why they ended and how many tokens they took. Lines are appended and
 flushed as they are ready; a run that was killed goes on with the ids that are not in the output yet (its last line, if
-the kill cut it, is dropped). One process at a time writes to an output, and no file of the user's is changed.
+the kill cut it, is dropped). A line out also has a digest of what was `asked`: where prompts or settings have changed
+since, the answers would be to something else, and that is refused. One process at a time writes to an output, and no
+file of the user's is changed.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +31,9 @@ MOST_PROMPT_BYTES = 2**30
 BEGINNING = b'{"id": "'
 """Of every line we write."""
 ANSWER_FIELDS = {"id", "text", "finish_reason", "usage"}
+ASKED = "asked"
+"""The digest of what was asked; lines of before have none."""
+DIGEST_BYTES = 8
 SETTINGS = frozenset(each.name for each in fields(Sampling)) - {"grammar", "stop_ids"}
 
 
@@ -72,9 +78,9 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
 
 @dataclass(frozen=True)
 class Finished:
-    """What an output has already: the ids it answers, and the bytes of whole lines they take."""
+    """What an output has already: the ids it answers with what was asked, and the bytes of whole lines they take."""
 
-    ids: frozenset[str] = frozenset()
+    asked: Mapping[str, str | None] = field(default_factory=dict)
     whole_bytes: int = 0
 
 
@@ -95,36 +101,44 @@ def read_finished(path: Path) -> Finished:
 
 
 def _finished(file: BinaryIO) -> Finished:
-    ids, whole_bytes = set(), 0
+    asked: dict[str, str | None] = {}
+    whole_bytes = 0
     while line := file.readline(MOST_PROMPT_BYTES):
         if not line.endswith(b"\n"):
             if not BEGINNING.startswith(line[: len(BEGINNING)]) or _is_another_object(line):
                 raise ValueError("no line of ours begins like this, or ends without a line break")
             break
         row = json.loads(line)
-        if row.keys() != ANSWER_FIELDS:
+        if row.keys() - {ASKED} != ANSWER_FIELDS:
             raise KeyError(*row)
-        ids.add(str(row["id"]))
+        asked[str(row["id"])] = row.get(ASKED)
         whole_bytes += len(line)
-    return Finished(frozenset(ids), whole_bytes)
+    return Finished(asked, whole_bytes)
 
 
 def _is_another_object(line: bytes) -> bool:
     try:
-        return json.loads(line).keys() != ANSWER_FIELDS
+        return json.loads(line).keys() - {ASKED} != ANSWER_FIELDS
     except (ValueError, AttributeError, RecursionError):
         return False
 
 
-def _checked_request(engine: Engine, prompt: Prompt, base: Sampling, path: Path) -> Request:
-    """What the engine is asked for one line, which it can answer."""
-    assert engine.tokenizer is not None
-    request = to_request(prompt, engine.tokenizer, base, path)
+def _check_request(engine: Engine, prompt: Prompt, request: Request, path: Path) -> None:
+    """Refuse what the engine cannot answer."""
     try:
         engine.check(request)
     except UserError as error:
         raise UserError(f"{path}, line {prompt.line}: {error}") from None
-    return request
+
+
+def asked_digest(request: Request, beams: int) -> str:
+    """Of everything that an answer depends on, but for the model; nothing is drawn with several beams."""
+    sampling = request.sampling
+    names = SETTINGS - {"logit_bias"} if beams == 1 else {"max_tokens"}
+    settings = {name: getattr(sampling, name) for name in sorted(names)}
+    grammar = None if sampling.grammar is None else (sampling.grammar.kind, sampling.grammar.text)
+    asked = (request.prompt, settings, sorted(sampling.logit_bias.items()), grammar, request.count, request.adapter)
+    return hashlib.blake2b(json.dumps((*asked, beams)).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path) -> Request:
@@ -186,22 +200,40 @@ def answer_file(
 
     With several `beams` no token is drawn: an answer is the likeliest that a beam search finds.
     """
-    assert engine.tokenizer is not None
     prompts = read_prompts(source)
-    done = read_finished(target).ids
-    requests = [_checked_request(engine, each, sampling, source) for each in prompts if each.id not in done]
-    if beams > 1:
-        for request in requests:
-            refuse_for_beams(request)
+    requests = _unanswered(engine, prompts, read_finished(target), sampling, beams, source, target)
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
             finished = read_finished(target)  # as it is now that nobody else writes
-            left = [request for request in requests if request.id not in finished.ids]
+            left = [request for request in requests if request.id not in finished.asked]
             on_finished(len(prompts) - len(left), len(prompts))
             made = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
-            _append(made, target, finished, lambda count: on_finished(len(prompts) - len(left) + count, len(prompts)))
+            lines = (_line(request, answers, beams) for request, answers in made)
+            _append(lines, target, finished, lambda count: on_finished(len(prompts) - len(left) + count, len(prompts)))
     return len(left)
+
+
+def _unanswered(
+    engine: Engine, prompts: list[Prompt], done: Finished, base: Sampling, beams: int, source: Path, target: Path
+) -> list[Request]:
+    """What is asked of the engine, which it can answer; nothing that was `done` has changed since."""
+    assert engine.tokenizer is not None
+    found = []
+    for prompt in prompts:
+        request = to_request(prompt, engine.tokenizer, base, source)
+        if prompt.id in done.asked:
+            if done.asked[prompt.id] not in (None, asked_digest(request, beams)):
+                raise UserError(
+                    f"{source}, line {prompt.line}: the answer to {prompt.id!r} in {target} is to another prompt or "
+                    "was asked with other settings; ask as before, or name another --out"
+                )
+            continue
+        _check_request(engine, prompt, request, source)
+        if beams > 1:
+            refuse_for_beams(request)
+        found.append(request)
+    return found
 
 
 @contextmanager
@@ -212,14 +244,12 @@ def _writing(target: Path) -> Iterator[None]:
         raise UserError(f"cannot write {target}: {error.strerror}; make room and run the same again") from error
 
 
-def _append(
-    made: Iterator[tuple[Request, list[Answer]]], target: Path, done: Finished, told: Callable[[int], None]
-) -> None:
-    """Write answers into `target` as they are made, behind the whole lines it has."""
+def _append(lines: Iterator[dict[str, Any]], target: Path, done: Finished, told: Callable[[int], None]) -> None:
+    """Write lines into `target` as they are made, behind the whole ones it has."""
     with target.open("ab") as out:
         out.truncate(done.whole_bytes)
-        for count, (request, answers) in enumerate(made, 1):
-            out.write(json.dumps(_line(request, answers), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        for count, line in enumerate(lines, 1):
+            out.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             out.flush()
             told(count)
 
@@ -244,7 +274,7 @@ def finished_requests(engine: Engine, requests: list[Request]) -> Iterator[tuple
                 yield open_requests.pop(output.request), answers.pop(output.request)
 
 
-def _line(request: Request, answers: list[Answer]) -> dict[str, Any]:
+def _line(request: Request, answers: list[Answer], beams: int) -> dict[str, Any]:
     usage = {"prompt_tokens": len(request.prompt), "completion_tokens": sum(len(each.tokens) for each in answers)}
     texts = [each.text for each in answers]
     return {
@@ -252,4 +282,5 @@ def _line(request: Request, answers: list[Answer]) -> dict[str, Any]:
         "text": texts[0] if len(texts) == 1 else texts,
         "finish_reason": answers[0].finish if len(texts) == 1 else [each.finish for each in answers],
         "usage": usage,
+        ASKED: asked_digest(request, beams),
     }
