@@ -123,9 +123,10 @@ class BufferedStage(PipelineStage):
 
     def outputs(self, micro_batch: int) -> tuple[Any, ...]:
         """What forward made of a micro-batch; torch 2.15 has edges of the graph in place of tensors that were sent."""
-        if hasattr(self, "fwd_cache"):
-            return tuple(self.fwd_cache[micro_batch][0])
-        return tuple(self._forward_chunk_states[micro_batch].stage_output_for_backward())
+        kept: Any = vars(self)
+        if "fwd_cache" in kept:
+            return tuple(kept["fwd_cache"][micro_batch][0])
+        return tuple(kept["_forward_chunk_states"][micro_batch].stage_output_for_backward())
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self.on_phase("backward")
