@@ -13,7 +13,8 @@ from tightfit.models.presets import preset
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving import Serving, make_serving
-from tightfit.plan.serving_time import Step, StepRates, step_seconds
+from tightfit.plan.serving_step import Step
+from tightfit.plan.serving_time import StepRates
 
 
 def serving(model: str, on: str, form: str, length: int | None = 4096, requests: int = 1) -> Serving:
@@ -112,18 +113,15 @@ def predicted(model: str, dtype: str) -> dict[str, float]:
         held = int((made.spec.params() - ends) * bits / 8) + 2 * ends
         return replace(made, compressed=HeldWeights(held, 0, 0, dtype, schemes[dtype]))
 
-    together = step_seconds(
-        at(1).spec,
-        at(1).rates,
-        at(1)._read_bytes,
-        Step(tokens=64 * 256, answers=64, pairs=64 * 256**2 / 2, cache_bytes=0),
-    )
+    one = at(1)
+    short = Step(tokens=64 * 256, answers=64, pairs=64 * 256**2 / 2, cache_bytes=0)
+    together = one.rates.step_seconds(one.spec, one._read_bytes, short)
     long = Step(tokens=4 * 4096, answers=4, pairs=4 * 4096**2 / 2, cache_bytes=0)
     return {
         "first_token": 1e3 * at(256).predicted_first_token_seconds,
         "one_stream_decode": at(512).predicted_tokens_per_second,
         "batch": 64 * 256 / (together + 256 * 64 / at(384, 64).predicted_tokens_per_second),
-        "prefill": 4 * 4096 / step_seconds(at(1).spec, at(1).rates, at(1)._read_bytes, long),
+        "prefill": 4 * 4096 / one.rates.step_seconds(one.spec, one._read_bytes, long),
     }
 
 
@@ -151,7 +149,7 @@ def test_every_term_of_a_step_alone() -> None:
     step = Step(tokens=5, answers=2, pairs=12.5, cache_bytes=1e6)
 
     def seconds(**rates: Any) -> float:
-        return step_seconds(spec, replace(still, **rates), 3e9, step)
+        return replace(still, **rates).step_seconds(spec, 3e9, step)
 
     assert seconds() == 0
     moved = 5 * 16 * 2 * (10 * 2048 + 2 * 2048 + 4 * 512 + 4 * 8192)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.serve.little_timing import measure_little
 from tightfit.cli.main import app
 from tightfit.hardware.calibration import CPU, read_calibrations
 from tightfit.prove import calibrate as module
@@ -21,12 +22,15 @@ def test_the_verb_measures_and_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "LARGEST", {"cpu": 256})
     monkeypatch.setattr(module, "SECONDS", {"cpu": 0.01})
     monkeypatch.setattr(module, "_count", lambda device, count: 2**16)
+    measure_little(monkeypatch)
     result = CliRunner().invoke(app, ["calibrate", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert "products in fp32" in result.output
     found = read_calibrations()[CPU]
     rates = [*found.products_tflop_s.values(), *found.attention_tflop_s["fp32"], found.copy_gb_s, found.link_gb_s]
     assert all(math.isfinite(rate) and rate > 0 for rate in (*rates, found.host_adam_params_s))
+    assert found.serving is not None
+    assert found.serving.product_ns("fp32", 1) > 0
     shown = CliRunner().invoke(app, ["hardware"])
     assert "measured on cpu" in shown.output
 

@@ -20,6 +20,7 @@ import pytest
 from tests.covering import thorough
 from tests.distributed.group import PRELOADED
 from tests.programs import call_forked, started
+from tests.serve.little_timing import measure_little
 from tests.serve.sleeping import sleep
 from tightfit.errors import UserError
 from tightfit.launch.forked import Forked
@@ -205,8 +206,12 @@ def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.
     assert "out.jsonl has all the answers already; name another --out" in capfd.readouterr().out
 
 
-def test_bench_serve_prints_a_table(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_serve_prints_a_table(
+    directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tightfit.cli.bench import serve as bench_serve
+
+    measure_little(monkeypatch)
 
     bench_serve(str(directory), at_once=[1, 3], prompt_tokens=8, answer_tokens=4, rounds=1, device="cpu", as_json=True)
     rows = json.loads(capfd.readouterr().out)["rows"]
@@ -222,8 +227,10 @@ def test_bench_serve_prints_a_table(directory: Path, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().out.splitlines()[-1].count("≈") == 3
 
 
-def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path) -> None:
+def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tightfit.cli.bench import serve as bench_serve
+
+    measure_little(monkeypatch)
 
     for prompt, answer in ((10**12, 2), (8, 10**12)):
         with pytest.raises(UserError, match=r"are longer than the \d+ that the engine holds; ask for less"):

@@ -18,6 +18,7 @@ from tightfit.durable import write_text
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
 from tightfit.hardware.collective_rates import CollectiveRates
+from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.hardware.efficiency import MEASURED, Efficiency, Shares
 
 FORMAT = 1
@@ -52,6 +53,8 @@ class Calibration:
     versions: Mapping[str, str] = field(default_factory=dict)
     collectives: CollectiveRates | None = None
     """Exchanges between all devices of this machine; None until `tightfit doctor` has measured them."""
+    serving: CpuRates | None = None
+    """What steps of serving take, of a CPU."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -65,7 +68,8 @@ class Calibration:
         collectives = None if kept is None else CollectiveRates.from_json(kept)
         if collectives is not None:
             collectives.peer_rates()  # which sees that every operation was measured
-        found = cls(**{**data, "attention_tflop_s": attention, "collectives": collectives})
+        serving = None if data.get("serving") is None else CpuRates.from_json(data["serving"])
+        found = cls(**{**data, "attention_tflop_s": attention, "collectives": collectives, "serving": serving})
         found._check_rates()
         return found
 

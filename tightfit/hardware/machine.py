@@ -49,6 +49,11 @@ class Machine:
     """What was measured on this machine; None for one that is only named."""
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether its one device is its own CPU."""
+        return self.accelerator.form == "cpu"
+
+    @property
     def host_copy_bytes_s(self) -> float:
         """Bytes a second of a pinned copy between a card and its host."""
         return self.accelerator.host.copy_bytes_s if self.calibration is None else self.calibration.link_gb_s * 1e9

@@ -159,7 +159,7 @@ def make_workload(
     if precision is None:
         rates = machine.accelerator.rates
         narrowest: PrecisionName = "bf16" if rates.bf16 else "fp16" if rates.fp16 else "fp32"
-        precision = "fp32" if machine.accelerator.form == "cpu" else narrowest
+        precision = "fp32" if machine.is_cpu else narrowest
     if length > spec.max_positions:
         spec = replace(spec, max_positions=length)
     workload = Workload(

@@ -17,7 +17,9 @@ from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_by
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.serving_time import Step, StepRates, prompt_seconds, step_seconds
+from tightfit.plan.cpu_serving_time import CpuStepRates
+from tightfit.plan.serving_step import Step, layer_params
+from tightfit.plan.serving_time import ServingRates, StepRates, prompt_seconds
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
@@ -80,9 +82,11 @@ class Serving:
     @property
     def token_seconds(self) -> float:
         """At least, from one token of every request to the next."""
+        if isinstance(rates := self.rates, CpuStepRates):
+            return rates.reading_seconds(self.spec) + self._cache_bytes / rates.bytes_per_second
         active = self.spec.params(active=True) / self.spec.params()
         read = self.weight_bytes * (active if self.requests == 1 else 1.0)
-        read += cache_bytes(self.spec, self.requests, self.length, form=self.cache)
+        read += self._cache_bytes
         return read / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
 
     @property
@@ -93,9 +97,9 @@ class Serving:
     @property
     def first_token_seconds(self) -> float:
         """At least, after a prompt of `length` tokens that is alone on the card."""
-        spec = self.spec
-        ends = (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
-        flops = 2 * (spec.params(active=True) - ends) * self.length
+        flops = 2 * layer_params(self.spec) * self.length
+        if isinstance(rates := self.rates, CpuStepRates):
+            return flops / rates.product_flops
         products = flops / (self._product_tflop_s * 1e12 * MEASURED.matmul)
         return max(products, replace(self, requests=1, length=1).token_seconds)
 
@@ -110,9 +114,8 @@ class Serving:
     @property
     def predicted_tokens_per_second(self) -> float:
         """Of our engine, over all requests of one card with prompts behind them, each over `length` positions."""
-        cache = cache_bytes(self.spec, self.requests, self.length, form=self.cache)
-        step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=cache)
-        return self.requests / step_seconds(self.spec, self.rates, self._read_bytes, step)
+        step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=self._cache_bytes)
+        return self.requests / self.rates.step_seconds(self.spec, self._read_bytes, step)
 
     @property
     def predicted_first_token_seconds(self) -> float:
@@ -120,8 +123,10 @@ class Serving:
         return prompt_seconds(self.spec, self.rates, replace(self, requests=1)._read_bytes, self.length)
 
     @property
-    def rates(self) -> StepRates:
+    def rates(self) -> ServingRates:
         """What the card is known, or taken, to do a second."""
+        if self.machine.is_cpu:
+            return self._cpu_rates
         peak = self._product_tflop_s * 1e12
         return StepRates(
             bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
@@ -129,6 +134,23 @@ class Serving:
             attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
             weight_share=PACKED_SHARES.get(self._packed_bits, 1.0),
         )
+
+    @property
+    def _cpu_rates(self) -> CpuStepRates:
+        """What was measured of this CPU, for weights as an engine reads them: codes of 4 bits as they are, float32 that
+        16 bits do not hold as it is, all others from a copy in 16 bits, where the CPU has such products."""
+        measured = None if self.machine.calibration is None else self.machine.calibration.serving
+        if measured is None:
+            raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
+        plain = measured.nearest("fp32" if self.compressed is None and self.form == "fp32" else "fp16")
+        coded = measured.nearest("int4") if self._packed_bits == 4 else plain
+        return CpuStepRates(measured=measured, layers_as=plain if coded == "fp32" else coded, head_as=plain)
+
+    @property
+    def _cache_bytes(self) -> int:
+        """Keys and values of all requests: float32 on a CPU."""
+        element_bytes = 4 if self.machine.is_cpu else 2
+        return cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
 
     @property
     def _packed_bits(self) -> int:
@@ -216,7 +238,7 @@ def make_serving(
         raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")
     if requests < 1:
         raise UserError(f"--batch is {requests}; give at least 1 request")
-    return Serving(
+    made = Serving(
         model=model,
         spec=spec,
         machine=machine,
@@ -226,3 +248,5 @@ def make_serving(
         cache=cache,
         compressed=compressed,
     )
+    _ = made.rates  # which a CPU that was not measured has not
+    return made

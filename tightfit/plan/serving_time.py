@@ -1,4 +1,4 @@
-"""How long one step of serving takes: a prediction, in five terms that can be checked by eye.
+"""How long one step of serving takes on a GPU: a prediction, in five terms that can be checked by eye.
 
     reading     (weights + keys and values of the step's requests) / rate of reading
     products    2 · (weights of the layers · tokens + head · answers) / rate of products
@@ -10,13 +10,15 @@ A product reads weights while it multiplies: two fifths of the shorter of readin
 prompt's first token also waits for the host once. Packed weights are read at a smaller share of the rate. Rates are the
 measured shares of a card's peaks (hardware/efficiency.py); the three constants below were fitted to the ten bf16 rows
 of an H200 in benchmarks/results/serve_speed.csv, whose largest error is then 14 % (docs/serving.md has all). Limits:
-prompts and batches of packed weights, whose kernels are slower than this says; other cards are assumed to be alike.
+prompts and batches of packed weights, whose kernels are slower than this says; other cards are assumed to be alike. A
+CPU's time has other parts (cpu_serving_time.py).
 """
 
 from dataclasses import dataclass
-from math import ceil
 
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.cpu_serving_time import CpuStepRates
+from tightfit.plan.serving_step import Step, layer_params, moved_elements
 
 HIDDEN_SHARE = 0.4
 LAYER_LAUNCH_S = 16e-6
@@ -37,43 +39,27 @@ class StepRates:
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
 
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One forward pass: `tokens` in all, of which `answers` are asked for the next one."""
-
-    tokens: int
-    answers: int
-    pairs: float
-    """Of a query and a key that it sees, within prompts of the step."""
-    cache_bytes: float
-    """Keys and values that are read."""
-
-
-def step_seconds(spec: ModelSpec, rates: StepRates, weight_bytes: float, step: Step) -> float:
-    """Predicted seconds of `step`, which reads `weight_bytes` of weights."""
-    head = spec.vocab_size * spec.hidden_size
-    layers = spec.params(active=True) - (1 if spec.tied else 2) * head
-    reading = weight_bytes / (rates.bytes_per_second * rates.weight_share)
-    products = 2 * (layers * step.tokens + head * step.answers) / rates.product_flops
-    attention = 4 * step.pairs * spec.query_size * spec.layers / rates.attention_flops
-    moved = 10 * spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 4 * spec.mlp_size
-    traffic = step.tokens * spec.layers * rates.element_bytes * moved
-    return (
-        reading
-        + products
-        - HIDDEN_SHARE * min(reading, products)
-        + attention
-        + (traffic + step.cache_bytes) / rates.bytes_per_second
-        + spec.layers * rates.layer_s
-    )
+    def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
+        """Predicted seconds of `step`, which reads `weight_bytes` of weights."""
+        head = spec.vocab_size * spec.hidden_size
+        reading = weight_bytes / (self.bytes_per_second * self.weight_share)
+        products = 2 * (layer_params(spec) * step.tokens + head * step.answers) / self.product_flops
+        attention = 4 * step.pairs * spec.query_size * spec.layers / self.attention_flops
+        traffic = step.tokens * spec.layers * self.element_bytes * moved_elements(spec)
+        return (
+            reading
+            + products
+            - HIDDEN_SHARE * min(reading, products)
+            + attention
+            + (traffic + step.cache_bytes) / self.bytes_per_second
+            + spec.layers * self.layer_s
+        )
 
 
-def prompt_seconds(
-    spec: ModelSpec, rates: StepRates, weight_bytes: float, tokens: int, step_tokens: int | None = None
-) -> float:
-    """Predicted seconds from a prompt of `tokens` that is alone to its first token, in pieces of `step_tokens`."""
-    pieces = 1 if step_tokens is None else ceil(tokens / step_tokens)
-    whole = step_seconds(spec, rates, weight_bytes, Step(tokens=tokens, answers=1, pairs=tokens**2 / 2, cache_bytes=0))
-    again = weight_bytes / (rates.bytes_per_second * rates.weight_share) + spec.layers * rates.layer_s
-    return whole + (pieces - 1) * again + rates.first_token_s
+ServingRates = StepRates | CpuStepRates
+
+
+def prompt_seconds(spec: ModelSpec, rates: ServingRates, weight_bytes: float, tokens: int) -> float:
+    """Predicted seconds from a prompt of `tokens` that is alone to its first token."""
+    step = Step(tokens=tokens, answers=1, pairs=tokens**2 / 2, cache_bytes=0)
+    return rates.step_seconds(spec, weight_bytes, step) + rates.first_token_s

@@ -15,8 +15,10 @@ import torch
 
 from tightfit.hardware.calibration import CPU, Calibration
 from tightfit.hardware.cpu import has_native_bf16
+from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.prove.rates import LinkBuffers, attention_times, copy_ms, layer_launch_ms, products, sustained_tflop_s
 from tightfit.prove.timing import looped_ms
+from tightfit.serve.cpu_timing import measure_cpu_rates
 
 Say = Callable[[str], None]
 NUMBERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,6 +37,7 @@ def calibrate(device: torch.device, say: Say) -> Calibration:
     link_gb_s, both_ways, adam_params_s = _host(device, say)
     launch_ms = layer_launch_ms(device) if device.type == "cuda" else 0.0
     say(f"launches: {launch_ms:.2f} ms a layer" if launch_ms else "launches: none, the CPU is the device")
+    serving = None if device.type == "cuda" else _serving(say)
     gc.collect()
     return Calibration(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else CPU,
@@ -48,7 +51,15 @@ def calibrate(device: torch.device, say: Say) -> Calibration:
         host_adam_params_s=adam_params_s,
         layer_launch_ms=launch_ms,
         versions={"torch": torch.__version__, "python": platform.python_version()},
+        serving=serving,
     )
+
+
+def _serving(say: Say) -> CpuRates:
+    found = measure_cpu_rates()
+    read_gb_s = 4 / found.product_ns("fp32", 1)
+    say(f"serving: weights read at {read_gb_s:,.1f} GB/s, {found.layer_us:,.0f} µs of calls a layer")
+    return found
 
 
 def _numbers(device: torch.device) -> list[str]:

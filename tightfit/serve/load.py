@@ -2,7 +2,7 @@
 
 Beside it what reading allows, as in a plan: a step needs all weights (of experts those of one token at least) and its
 requests' keys and values once, at the rate at which this device really reads. And what a plan would predict
-(plan/serving_time.py) from that rate and the one at which this device multiplies, both measured before.
+(plan/serving_time.py, on a CPU plan/cpu_serving_time.py) from what is measured here before.
 """
 
 import math
@@ -14,11 +14,19 @@ from dataclasses import dataclass
 import torch
 
 from tightfit.errors import UserError
+from tightfit.hardware.cpu_rates import ReadAs
 from tightfit.memory.formulas.serving import cache_bytes_per_token
-from tightfit.plan.serving_time import Step, StepRates, step_seconds
+from tightfit.plan.cpu_serving_time import CpuStepRates
+from tightfit.plan.serving_step import Step
+from tightfit.plan.serving_time import ServingRates, StepRates
+from tightfit.serve.cpu_timing import measure_cpu_rates
 from tightfit.serve.engine import Engine
+from tightfit.serve.forward.runner import Runner
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.weights.half import HalfWeight
+from tightfit.serve.weights.int4 import Int4Weight
+from tightfit.serve.weights.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +49,7 @@ class LoadRow:
 
 READ_BYTES = 2**28
 READ_ROUNDS = 5
-PRODUCT_SIZES = {"cpu": 1024, "cuda": 8192}
-CPU_LAYER_S = 0.35e-3
-"""Of a layer's operations on a CPU, beside their arithmetic."""
+PRODUCT_SIZE = 8192
 
 
 def read_bytes_per_second(device: torch.device) -> float:
@@ -59,28 +65,40 @@ def read_bytes_per_second(device: torch.device) -> float:
 
 def product_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """How fast this device multiplies matrices: the best of a few."""
-    size = PRODUCT_SIZES.get(device.type, 1024)
-    left = torch.ones(size, size, device=device, dtype=dtype)
+    left = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
     best = math.inf
     for _ in range(READ_ROUNDS):
         began = time.perf_counter()
         (left @ left)[0, 0].item()
         best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+    return 2 * PRODUCT_SIZE**3 / best
 
 
-def measured_rates(engine: Engine) -> StepRates:
+def measured_rates(engine: Engine) -> ServingRates:
     """What the engine's device does a second, as measured now."""
     device, dtype = engine.runner.device, engine.model.embed.weight.dtype
+    if device.type == "cpu":
+        layers_as, head_as = _read_as(engine)
+        return CpuStepRates(measured=measure_cpu_rates(), layers_as=layers_as, head_as=head_as)
     flops = product_flops_per_second(device, dtype)
-    own = {} if device.type == "cuda" else {"layer_s": CPU_LAYER_S}
     return StepRates(
         bytes_per_second=read_bytes_per_second(device),
         product_flops=flops,
         attention_flops=flops,
         element_bytes=dtype.itemsize,
-        **own,
     )
+
+
+def _read_as(engine: Engine) -> tuple[ReadAs, ReadAs]:
+    """What products read of the layers' weights and of the head's."""
+    program = engine.runner.program if isinstance(engine.runner, Runner) else None
+    if program is None:
+        return "fp32", "fp32"
+    return _form(program.layers[0].qkv), _form(program.head)
+
+
+def _form(weight: Weight) -> ReadAs:
+    return "int4" if isinstance(weight, Int4Weight) else "fp16" if isinstance(weight, HalfWeight) else "fp32"
 
 
 def _read_bytes(engine: Engine) -> float:
@@ -94,7 +112,7 @@ def _cache_bytes_per_token(engine: Engine) -> int:
 
 
 def predicted_seconds(
-    engine: Engine, rates: StepRates, at_once: int, prompt_tokens: int, answer_tokens: int
+    engine: Engine, rates: ServingRates, at_once: int, prompt_tokens: int, answer_tokens: int
 ) -> tuple[float, float]:
     """From a request to its first token, and from a token to the next, with `at_once` under way.
 
@@ -108,8 +126,8 @@ def predicted_seconds(
     )
     cached = at_once * (prompt_tokens + answer_tokens / 2) * _cache_bytes_per_token(engine)
     decoding = Step(tokens=at_once, answers=at_once, pairs=0, cache_bytes=cached)
-    first = step_seconds(spec, rates, weights, prompts) + rates.first_token_s
-    return first, step_seconds(spec, rates, weights, decoding)
+    first = rates.step_seconds(spec, weights, prompts) + rates.first_token_s
+    return first, rates.step_seconds(spec, weights, decoding)
 
 
 def most_tokens_per_second(engine: Engine, at_once: int, length: float, bytes_per_second: float) -> float:
@@ -132,7 +150,7 @@ def bench_load(
     prompt_tokens: int,
     answer_tokens: int,
     requests: int,
-    rates: StepRates,
+    rates: ServingRates,
     seed: int = 0,
 ) -> LoadRow:
     """Run `requests` random prompts, `at_once` at a time."""

@@ -1,0 +1,27 @@
+"""One step of serving, and what of a model it multiplies by and moves: what devices' times are counted from."""
+
+from dataclasses import dataclass
+
+from tightfit.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One forward pass: `tokens` in all, of which `answers` are asked for the next one."""
+
+    tokens: int
+    answers: int
+    pairs: float
+    """Of a query and a key that it sees, within prompts of the step."""
+    cache_bytes: float
+    """Keys and values that are read."""
+
+
+def layer_params(spec: ModelSpec) -> int:
+    """Weights of the layers that a token is multiplied by."""
+    return spec.params(active=True) - (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
+
+
+def moved_elements(spec: ModelSpec) -> int:
+    """Numbers of a token that a layer's norms, rotary positions and activations read and write."""
+    return 10 * spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 4 * spec.mlp_size

@@ -1,0 +1,193 @@
+"""Measures what the parts of a step take on this CPU (hardware/cpu_rates.py), by the code that steps run through.
+
+Products with more weights than caches hold, in the forms that this CPU's torch multiplies by; norms, rotary positions
+and activations of some tokens; attention of a prompt, and of single tokens over a paged cache; and engines of models so
+narrow that their calls are all that takes time, of two depths, with one answer and with several. The best of a few
+rounds counts, and of the clock and the processor's time the shorter: what others compute meanwhile is not the model's.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tightfit.hardware.cpu_rates import CpuRates, Curve, ReadAs
+from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.glu import glu
+from tightfit.kernels.int4_linear import int4_product, int4_scales, pack_int4, takes_int4
+from tightfit.kernels.rope import rope
+from tightfit.models.attending import attend_masked
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.models.presets import preset
+from tightfit.models.spec import ModelSpec
+from tightfit.plan.serving_step import moved_elements
+from tightfit.serve.cache.paged import PagedCache
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.forward.cpu_products import fastest_products
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.chooser import Asked, choose
+from tightfit.serve.schedule.scheduler import Chunk
+from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.step import make_step
+from tightfit.serve.weights.half import cpu_has_products, halved
+from tightfit.serve.weights.int4 import Int4Weight
+from tightfit.serve.weights.norm import RowNorm
+from tightfit.serve.weights.weight import PlainWeight, Weight
+
+OUTPUTS, INPUTS, GROUP = 4096, 1024, 32
+BEYOND_CACHES_BYTES = 2**27
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
+READING_ROWS = 16
+"""Up to which reading weights takes a good part of a product."""
+ROUNDS = 3
+TOKENS, LENGTH, SEQUENCES = 256, 512, 8
+FEW_LAYERS, MORE_LAYERS, STEPS = 2, 10, 24
+NARROW: ModelSpec = replace(preset("tiny-llama"), layers=FEW_LAYERS)
+
+
+@torch.inference_mode()
+def measure_cpu_rates() -> CpuRates:
+    """All parts, in some seconds."""
+    spec = replace(preset("smollm2-135m"), layers=1)
+    layer_us, step_us, answer_us = _calls()
+    return CpuRates(
+        products={form: _curve(weights) for form, weights in _forms()},
+        layer_us=layer_us,
+        step_us=step_us,
+        answer_us=answer_us,
+        logit_ns=_logit_ns(),
+        element_ns=_element_ns(spec),
+        attention_gflop_s=_attention_gflop_s(spec),
+        cached_gb_s=_cached_gb_s(spec),
+    )
+
+
+def _best_s(do: Callable[[], object], rounds: int = ROUNDS) -> float:
+    do()
+    return min(_seconds(do) for _ in range(rounds))
+
+
+def _seconds(do: Callable[[], object]) -> float:
+    began, began_processor = time.perf_counter(), time.process_time()
+    do()
+    return min(time.perf_counter() - began, time.process_time() - began_processor)
+
+
+def _forms() -> Iterator[tuple[ReadAs, list[Weight]]]:
+    """Weights in each form that this CPU multiplies by, more than caches hold of them."""
+    matrix, codes = torch.randn(OUTPUTS, INPUTS) * 0.02, torch.randint(16, (OUTPUTS, INPUTS))
+    yield "fp32", [PlainWeight(matrix.clone(), None) for _ in range(_copies(4.0))]
+    if cpu_has_products():
+        yield "fp16", [halved(PlainWeight(matrix, None)) for _ in range(_copies(2.0))]
+    if takes_int4(OUTPUTS, INPUTS, 4, GROUP):
+        yield "int4", [_int4_weight(codes) for _ in range(_copies(0.5))]
+
+
+def _copies(weight_bytes: float) -> int:
+    return math.ceil(BEYOND_CACHES_BYTES / (weight_bytes * OUTPUTS * INPUTS))
+
+
+def _int4_weight(codes: Tensor) -> Int4Weight:
+    scale = torch.full((OUTPUTS, INPUTS // GROUP), 0.01)
+    return Int4Weight(pack_int4(codes), int4_scales(scale, None), scale, None, 8, GROUP, int4_product(), None)
+
+
+def _curve(weights: list[Weight]) -> Curve:
+    """Nanoseconds for each weight at several numbers of rows."""
+    matrix = weights[0].matrix if isinstance(weights[0], PlainWeight) else torch.zeros(OUTPUTS, INPUTS)
+    with fastest_products(matrix)():
+        found = [_product_ns(weights if rows <= READING_ROWS else weights[:1], rows) for rows in ROWS]
+    return tuple(zip(ROWS, accumulate(found, max), strict=True))  # more rows never take less, whatever was noticed
+
+
+def _product_ns(weights: list[Weight], rows: int) -> float:
+    x = torch.randn(rows, INPUTS)
+    seconds = _best_s(lambda: [weight.product(x) for weight in weights])
+    return 1e9 * seconds / (len(weights) * OUTPUTS * INPUTS)
+
+
+def _element_ns(spec: ModelSpec) -> float:
+    """Of what a layer does to some tokens beside products and attention."""
+    x, residual = torch.randn(2, TOKENS, spec.hidden_size)
+    gate, up = torch.randn(TOKENS, 2 * spec.mlp_size).chunk(2, dim=-1)
+    norm = RowNorm.of(torch.ones(spec.hidden_size), 0.0, spec.norm_eps)
+    query, key = (torch.randn(1, heads, TOKENS, spec.head_dim) for heads in (spec.heads, spec.kv_heads))
+    turn = torch.ones(1, 1, TOKENS, spec.head_dim // 2)
+
+    def layer() -> None:
+        for _ in range(2):
+            norm(x + residual)
+        rope(query, key, turn, turn)
+        glu(gate, up, spec.activation)
+
+    return 1e9 * _best_s(layer) / (TOKENS * moved_elements(spec))
+
+
+def _attention_gflop_s(spec: ModelSpec) -> float:
+    """Of a prompt's queries to its keys before them."""
+    query, key, value = (
+        torch.randn(1, heads, LENGTH, spec.head_dim) for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
+    )
+    mask = AttentionMask(LENGTH, LENGTH, query.device)
+    seconds = _best_s(lambda: attend_masked(query, key, value, mask, scale=1.0, window=None))
+    return 1e-9 * 4 * LENGTH**2 / 2 * spec.query_size / seconds
+
+
+def _cached_gb_s(spec: ModelSpec) -> float:
+    """Of keys and values that single tokens of several sequences attend over."""
+    block_size, cpu = EngineConfig.block_size, torch.device("cpu")
+    blocks = SEQUENCES * LENGTH // block_size
+    cache = PagedCache(spec, blocks, block_size, cpu, torch.float32)
+    chunks = []
+    for blocks_of in torch.randperm(blocks).view(SEQUENCES, -1).tolist():
+        sequence = Sequence([0] * LENGTH, Sampling(temperature=0))
+        sequence.blocks = blocks_of
+        chunks.append(Chunk(sequence, LENGTH - 1, 1, 0, chooses=True))
+    step = make_step(chunks, block_size, cpu)
+    query = torch.randn(SEQUENCES, spec.heads, spec.head_dim)
+    key_value = torch.randn(SEQUENCES, 2, spec.kv_heads, spec.head_dim)
+    seconds = _best_s(lambda: cache.attend_singles(step, 0, query, key_value, scale=1.0, window=None))
+    return 1e-9 * cache.bytes / seconds
+
+
+def _logit_ns() -> float:
+    """Of each logit of a greedy choice."""
+    logits = torch.randn(SEQUENCES, preset("smollm2-135m").vocab_size)
+    asked = [Asked(Sequence([0], Sampling(temperature=0)), None, (), None) for _ in logits]
+    return 1e9 * _best_s(lambda: choose(logits, asked)) / logits.numel()
+
+
+def _calls() -> tuple[float, float, float]:
+    """Microseconds of a layer's calls, of a step's others with one answer, and of each further answer."""
+    few, more = (_narrow_engine(layers) for layers in (FEW_LAYERS, MORE_LAYERS))
+    one_us, deep_us, several_us = (
+        min(_step_us(engine, answers) for _ in range(ROUNDS))
+        for engine, answers in ((few, 1), (more, 1), (few, SEQUENCES))
+    )
+    layer_us = max(0.0, deep_us - one_us) / (MORE_LAYERS - FEW_LAYERS)
+    return layer_us, max(0.0, one_us - FEW_LAYERS * layer_us), max(0.0, several_us - one_us) / (SEQUENCES - 1)
+
+
+def _narrow_engine(layers: int) -> Engine:
+    model = Decoder(replace(NARROW, layers=layers))
+    init_weights(model)
+    return Engine(model, None, EngineConfig(max_sequences=SEQUENCES, cache_bytes=2**20, prefix_cache=False))
+
+
+def _step_us(engine: Engine, answers: int) -> float:
+    """The median step of `answers` answers under way."""
+    for index in range(answers):
+        sampling = Sampling(max_tokens=STEPS, temperature=0)
+        engine.submit(Request(id=str(index), prompt=[1, 2, 3, 4], sampling=sampling))
+    taken = []
+    while engine.has_work:
+        taken.append(_seconds(engine.step))
+    return 1e6 * statistics.median(taken)
