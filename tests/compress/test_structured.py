@@ -17,6 +17,7 @@ from tightfit.compress.observation import layer_of
 from tightfit.compress.report import CompressionReport
 from tightfit.compress.structured import KeptShape, best_experts, block_influence, cut_layer, refit, routed_weight
 from tightfit.errors import UserError
+from tightfit.kernels.routed_mlp import Routing
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.loading import load_model
@@ -219,7 +220,7 @@ def test_experts_are_worth_what_is_routed_to_them() -> None:
     model = with_biases(random_model(spec))
     layer = layer_of(model, 1)
     stream = [torch.randn(2, 12, spec.hidden_size, generator=torch.Generator().manual_seed(0))]
-    given: list[tuple[Tensor, Tensor]] = []
+    given: list[tuple[Tensor, Routing]] = []
     hook = layer.mlp.experts.register_forward_pre_hook(lambda module, inputs: given.append((inputs[1], inputs[2])))
     with torch.no_grad():
         found = routed_weight(model, layer, stream)
