@@ -32,7 +32,7 @@ def convert(source: str, target: Path, form_name: str) -> Export:
         raise UserError(f"{source} is not a compressed model; run tightfit compress {source} first")
     verify_weights(path)
     files = QuantizedDirectory(path, source_spec(source))
-    schemes = {module: files.scheme(module) for module in files.modules}
+    schemes = {module: files.scheme(module) for module in sorted(files.modules)}
     form = choose_format(schemes, form_name, Recipe(()))
     form = _with_order(form, files)
     plain = sorted(
