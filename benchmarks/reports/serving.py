@@ -1,4 +1,4 @@
-"""The table of docs/serving.md: how fast the server is on one GPU, beside what vLLM took on such a card."""
+"""Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted of CPUs beside what they take."""
 
 from pathlib import Path
 
@@ -62,3 +62,36 @@ def _cell(row: Row | None) -> str:
     value = float(row["value"])
     is_whole = row["unit"] == "tok/s" or value >= FEW or (value.is_integer() and row["unit"] == "s")
     return f"{value:,.0f}" if is_whole else f"{value:.1f}"
+
+
+def cpu_prediction_rows(results: Path) -> Table:
+    """Predicted beside measured milliseconds on CPUs, the newest row of each case."""
+    header = ["CPU", "model", "weights", "requests", "prompt", "first token, ms", "between tokens, ms"]
+    rows = [
+        [
+            row["device"].removesuffix(" CPU"),
+            row["model"],
+            row["weights"],
+            row["at_once"],
+            row["prompt_tokens"],
+            *(_beside(row, name) for name in ("first_token_ms", "between_tokens_ms")),
+        ]
+        for row in newest_predictions(results)
+    ]
+    return header, rows
+
+
+def newest_predictions(results: Path) -> list[Row]:
+    """The newest row of each CPU, model and load."""
+    keys = ("device", "model", "weights", "at_once", "prompt_tokens", "threads")
+    return list({tuple(row[key] for key in keys): row for row in read_rows(results / "serve_predicted.csv")}.values())
+
+
+def prediction_error(row: Row, name: str) -> float:
+    """What is predicted of `name`, as a share above what was measured."""
+    return float(row[f"predicted_{name}"]) / float(row[name]) - 1
+
+
+def _beside(row: Row, name: str) -> str:
+    error = f"{prediction_error(row, name):+.0%}".replace("-", "−").replace("%", " %")
+    return f"{row[f'predicted_{name}']} for {row[name]} ({error})"

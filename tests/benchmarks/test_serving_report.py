@@ -3,7 +3,14 @@
 from pathlib import Path
 
 from benchmarks.reports.documentation import ROOT
-from benchmarks.reports.serving import CASES, newest_speeds, speed_commits, speed_rows
+from benchmarks.reports.serving import (
+    CASES,
+    newest_predictions,
+    newest_speeds,
+    prediction_error,
+    speed_commits,
+    speed_rows,
+)
 from benchmarks.rows import RESULTS
 
 OURS = """commit,device,model,case,value,unit,seconds,dtype,note
@@ -45,3 +52,16 @@ def test_the_page_says_what_first_requests_of_new_lengths_took() -> None:
     first, second = (float(newest["1b", case]["seconds"]) for case in ("mixed_first", "mixed"))
     page = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
     assert f"the 256 mixed ones took {first:.1f} s the first time and {second:.1f} s the second" in page
+
+
+def test_predictions_for_cpus_are_near_what_was_measured() -> None:
+    """docs/serving.md says so of every row: first tokens and those after them."""
+    errors = {
+        (row["device"], row["model"], row["weights"], row["at_once"], row["prompt_tokens"], name): prediction_error(
+            row, name
+        )
+        for row in newest_predictions(RESULTS)
+        for name in ("first_token_ms", "between_tokens_ms")
+    }
+    assert errors
+    assert {case: error for case, error in errors.items() if abs(error) > 0.25} == {}

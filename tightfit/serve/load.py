@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tightfit.errors import UserError
-from tightfit.hardware.cpu_rates import ReadAs
+from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving_step import Step
@@ -78,8 +78,7 @@ def measured_rates(engine: Engine) -> ServingRates:
     """What the engine's device does a second, as measured now."""
     device, dtype = engine.runner.device, engine.model.embed.weight.dtype
     if device.type == "cpu":
-        layers_as, head_as = _read_as(engine)
-        return CpuStepRates(measured=measure_cpu_rates(), layers_as=layers_as, head_as=head_as)
+        return engine_reads_as(engine, measure_cpu_rates())
     flops = product_flops_per_second(device, dtype)
     return StepRates(
         bytes_per_second=read_bytes_per_second(device),
@@ -89,12 +88,12 @@ def measured_rates(engine: Engine) -> ServingRates:
     )
 
 
-def _read_as(engine: Engine) -> tuple[ReadAs, ReadAs]:
-    """What products read of the layers' weights and of the head's."""
+def engine_reads_as(engine: Engine, measured: CpuRates) -> CpuStepRates:
+    """A CPU's rates for the weights of `engine`, as its products read them."""
     program = engine.runner.program if isinstance(engine.runner, Runner) else None
     if program is None:
-        return "fp32", "fp32"
-    return _form(program.layers[0].qkv), _form(program.head)
+        return CpuStepRates(measured=measured, layers_as="fp32", head_as="fp32")
+    return CpuStepRates(measured=measured, layers_as=_form(program.layers[0].qkv), head_as=_form(program.head))
 
 
 def _form(weight: Weight) -> ReadAs:

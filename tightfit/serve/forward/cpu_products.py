@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS = 32
+ROWS = 16
 ROUNDS = 7
-CLEARLY = 0.8
+CLEARLY = 0.9
 """The share of oneDNN's time below which the other is taken."""
 
 
