@@ -169,7 +169,7 @@ def test_tensors_that_do_not_belong_together_are_a_sentence(
 
 
 def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a compressed model"):
+    with pytest.raises(UserError, match="has no codes to write as gptq; quantize it first"):
         convert(str(tiny), tmp_path / "other", "gptq")
     run(tiny, tmp_path / "small", recipe_of("nf4"), text, token_cache)
     with pytest.raises(UserError, match="cannot hold"):
