@@ -1,8 +1,15 @@
-"""Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted of CPUs beside what they take."""
+"""Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted beside what was measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.reports.compression import Row, Table, read_rows
+from tightfit.hardware.machine import parse_machine
+from tightfit.models.presets import preset
+from tightfit.models.quantized.held_weights import HeldWeights
+from tightfit.models.quantized.scheme import Scheme
+from tightfit.plan.serving import Serving, make_serving
+from tightfit.plan.serving_step import Step
 
 MODELS = {"1b": "Llama-3.2-1B's shape", "8b": "Llama-3.1-8B's shape"}
 CASES = {
@@ -18,6 +25,10 @@ FEW = 100
 """Below this a number has a digit after its point."""
 STARTS = {"first": "start", "next": "next start"}
 DTYPE = "bfloat16"
+PRESETS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
+SCHEMES = {"fp8": Scheme(kind="fp8", bits=8, group=0), "int4": Scheme(bits=4, group=128)}
+PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "int4"))
+"""Models and weights that the GPU's predictions are laid beside."""
 
 
 def newest_speeds(results: Path) -> dict[tuple[str, str], Row]:
@@ -93,5 +104,57 @@ def prediction_error(row: Row, name: str) -> float:
 
 
 def _beside(row: Row, name: str) -> str:
-    error = f"{prediction_error(row, name):+.0%}".replace("-", "−").replace("%", " %")
-    return f"{row[f'predicted_{name}']} for {row[name]} ({error})"
+    return f"{row[f'predicted_{name}']} for {row[name]} ({_percent(prediction_error(row, name))})"
+
+
+def gpu_prediction_rows(results: Path) -> Table:
+    """Predicted beside measured speeds on an H200: the newest rows of each model and format of its weights."""
+    cases = ("first_token", "one_stream_decode", "batch", "prefill")
+    header = ["", "weights", *(CASES[case] for case in cases)]
+    rows = []
+    for model, weights in PREDICTED:
+        measured, told = measured_on_gpu(results, model, weights), predicted_on_gpu(model, weights)
+        rows.append([model.upper(), weights, *(_told(told[case], measured.get(case)) for case in cases)])
+    return header, rows
+
+
+def measured_on_gpu(results: Path, model: str, weights: str) -> dict[str, float]:
+    """Values of the newest rows by case."""
+    rows = (row for row in read_rows(results / "serve_speed.csv") if (row["model"], row["dtype"]) == (model, weights))
+    return {row["case"]: float(row["value"]) for row in rows}
+
+
+def predicted_on_gpu(model: str, weights: str) -> dict[str, float]:
+    """The cases of benchmarks/serve_speed.py as `plan --serve` tells them of an H200."""
+    one = _serving(model, weights)
+    short = Step(tokens=64 * 256, answers=64, pairs=64 * 256**2 / 2, cache_bytes=0)
+    together = one.rates.step_seconds(one.spec, one.read_bytes, short)
+    long = Step(tokens=4 * 4096, answers=4, pairs=4 * 4096**2 / 2, cache_bytes=0)
+    return {
+        "first_token": 1e3 * _serving(model, weights, 256).predicted_first_token_seconds,
+        "one_stream_decode": _serving(model, weights, 512).predicted_tokens_per_second,
+        "batch": 64 * 256 / (together + 256 * 64 / _serving(model, weights, 384, 64).predicted_tokens_per_second),
+        "prefill": 4 * 4096 / one.rates.step_seconds(one.spec, one.read_bytes, long),
+    }
+
+
+def _serving(model: str, weights: str, length: int = 1, requests: int = 1) -> Serving:
+    name = PRESETS[model]
+    plain = make_serving(name, preset(name), parse_machine("H200"), "bf16", length, requests)
+    if weights == DTYPE:
+        return plain
+    scheme, ends = SCHEMES[weights], 2 * plain.spec.vocab_size * plain.spec.hidden_size
+    bits = scheme.bits + (32 / scheme.group if scheme.group else 0)  # a scale and a zero point of 16 bits a group
+    held_bytes = int((plain.spec.params() - ends) * bits / 8) + 2 * ends
+    return replace(plain, compressed=HeldWeights(held_bytes, 0, 0, weights, scheme))
+
+
+def _told(predicted: float, measured: float | None) -> str:
+    if measured is None:
+        return "–"
+    form = ",.0f" if measured >= FEW else ".2f"
+    return f"{predicted:{form}} for {measured:{form}} ({_percent(predicted / measured - 1)})"
+
+
+def _percent(error: float) -> str:
+    return f"{error:+.0%}".replace("-", "−").replace("%", " %")

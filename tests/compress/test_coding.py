@@ -248,6 +248,8 @@ def test_statistics_are_means_over_all_tokens() -> None:
         ({"kind": "fp8", "bits": 8, "group": 64}, "one scale a row"),
         ({"kind": "nf4", "group": 64, "symmetric": False}, "symmetric"),
         ({"bits": 4, "activations": "int8"}, "8-bit weights"),
+        ({"kind": "fp8", "bits": 8, "group": 0, "activations": "int8"}, "of their own kind, not fp8"),
+        ({"bits": 8, "group": 0, "activations": "fp8"}, "of their own kind, not int"),
     ],
 )
 def test_schemes_that_cannot_be(fields: dict, said: str) -> None:

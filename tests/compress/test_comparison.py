@@ -11,6 +11,8 @@ from tightfit.compress import comparison
 from tightfit.compress.comparison import compare_models, compare_sources
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.saving import write_model
+from tightfit.models.tokenizer import train_tokenizer
 
 
 def models() -> tuple[Decoder, Decoder]:
@@ -60,3 +62,12 @@ def test_rows_longer_than_the_model(tiny: Path, text: Path, token_cache: Path) -
         compare_sources(
             str(tiny), str(tiny), [str(text)], sequence_length=129, cache=token_cache, device=torch.device("cpu")
         )
+
+
+def test_models_that_read_other_tokens_are_not_compared(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Of one size or not: the same numbers would mean other texts to each."""
+    write_model(tmp_path, random_model(SPEC), train_tokenizer(["zebra quagga okapi gnu kudu eland oryx " * 20], 265))
+    with pytest.raises(UserError, match=r"token \d+ of .* are different texts"):
+        compare_sources(str(tmp_path), str(tiny), [str(text)], cache=token_cache, device=torch.device("cpu"))

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said
-from tests.jobs.test_load import alias_bomb
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.layer_compression import compress_layer
-from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
+from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.compress.report import CompressionReport
 from tightfit.compress.rotation import rotation
 from tightfit.errors import UserError
@@ -354,39 +353,6 @@ def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Pat
         with pytest.raises(UserError, match=said):
             load_model(str(bad))
         shutil.rmtree(bad)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("- {method: foo}", "unknown"),
-        ("- {bits: 4}", "with a method"),
-        ("- {method: gptq, bits: four}", "bits"),
-        ("- {method: gptq, widht: 4}", "widht"),
-        ("- {method: gptq}\n- {method: rotate}", "first step"),
-        ("- {method: keep}", "quantizes"),
-        ("5", "list of steps"),
-        ("- {method: gptq, layers: 3}", "pattern"),
-        ("- {method: gptq, act_order: yes}", "act_order"),
-        ("a: [", "not valid YAML"),
-        ("- {method: gptq, method: rtn}", "twice"),
-        ("- {method: !!timestamp x}", "'x' is no timestamp"),
-        (f"- {{method: rtn, bits: {'9' * 5000}}}", "a number of 5,000 characters"),
-        ("[" * 1500, "not valid YAML"),
-        (alias_bomb(9), "aliases unfold to more than"),
-    ],
-)
-def test_recipes_that_cannot_be(content: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text(content)
-    with pytest.raises(UserError, match=said):
-        read_recipe(tmp_path / "recipe.yaml")
-
-
-def test_recipes_that_never_end_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="/dev/zero is a character device"):
-        read_recipe(Path("/dev/zero"))
-    with pytest.raises(UserError, match=r"cannot read recipe .*: Is a directory; give a YAML file of steps"):
-        read_recipe(tmp_path)
 
 
 def test_what_is_refused_before_work(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:

@@ -212,6 +212,8 @@ def test_what_is_refused(
         fit_bits(job, sized(fit_ledger(UNTIED, 1000, 100).peak_bytes()), 100, "gptq")
     with pytest.raises(UserError, match="not for --method awq"):
         fit_bits(job, parse_machine("T4"), 100, "awq")
+    with pytest.raises(UserError, match="mixes widths, which gptq cannot hold; use --format compressed-tensors"):
+        fit_bits(replace(job, format="gptq"), parse_machine("T4"), 100, "gptq")
     with pytest.raises(UserError, match="128 positions"):
         fit_bits(job, parse_machine("T4"), 1000, "gptq")
     with pytest.raises(UserError, match="in 16 bits already"):

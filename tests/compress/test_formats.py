@@ -169,8 +169,15 @@ def test_tensors_that_do_not_belong_together_are_a_sentence(
 
 
 def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a compressed model"):
+    with pytest.raises(UserError, match="has no codes to write as gptq; quantize it first"):
         convert(str(tiny), tmp_path / "other", "gptq")
     run(tiny, tmp_path / "small", recipe_of("nf4"), text, token_cache)
     with pytest.raises(UserError, match="cannot hold"):
         convert(str(tmp_path / "small"), tmp_path / "other", "awq")
+
+
+@pytest.mark.parametrize("scheme", [NF4_SCHEME, INT8_SCHEME], ids=Scheme.describe)
+def test_experts_that_transformers_would_draw_anew(scheme: Scheme) -> None:
+    """It stacks experts as it loads them, and passes over bitsandbytes' codes of them without an error."""
+    with pytest.raises(UserError, match=r"experts.0.up_proj .*would pass over the codes of experts; keep those"):
+        BitsAndBytes().check({"model.layers.0.mlp.experts.0.up_proj": scheme})

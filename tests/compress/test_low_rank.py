@@ -12,6 +12,7 @@ from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES, TOKENS, logits
 from tests.compress.test_pruning import sample
+from tests.compress.test_structured import spec_of
 from tightfit.compress.factoring import FactoringJob, factorise
 from tightfit.compress.low_rank import choose_ranks, factor, singular_energies
 from tightfit.compress.report import CompressionReport
@@ -100,10 +101,11 @@ def test_factors_with_biases(tokenizer: Tokenizer, text: Path, token_cache: Path
 def test_what_is_refused(tiny: Path, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="share"):
         run(tiny, tmp_path / "small", text, token_cache, keep=1.5)
-    (tmp_path / "phi").mkdir()
-    write_model(tmp_path / "phi", random_model(FAMILIES["phi3"]), tokenizer)
-    with pytest.raises(UserError, match="stack or transpose"):
-        run(tmp_path / "phi", tmp_path / "small", text, token_cache)
+    for name, spec in (("phi", FAMILIES["phi3"]), ("latent", spec_of("deepseek_v2-lite"))):
+        (tmp_path / name).mkdir()
+        write_model(tmp_path / name, random_model(spec), tokenizer)
+        with pytest.raises(UserError, match="stack or transpose"):
+            run(tmp_path / name, tmp_path / "small", text, token_cache)
     run(tiny, tmp_path / "small", text, token_cache)
     config = tmp_path / "small/config.json"
     whole = config.read_text()

@@ -12,9 +12,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.compress.test_compression import TOKENS, logits, run
+from tests.compress.conftest import random_model
+from tests.compress.test_compression import FAMILIES, TOKENS, logits, run
 from tightfit.compress.recipe import recipe_of
 from tightfit.models.loading import load_model
+from tightfit.models.saving import write_model
+from tightfit.models.tokenizer import Tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "compressed-tensors": ("gptq", {"bits": 4, "group": 32}, "compressed_tensors"),
@@ -64,3 +67,15 @@ def test_transformers_computes_the_same(name: str, tiny: Path, text: Path, token
         with torch.no_grad():
             unrounded = load_model(str(tmp_path / "small"), packed=False).model(TOKENS).logits
         assert float((unrounded - theirs).abs().max()) > 5e-3 * float(ours.abs().max())
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "fp8"])
+def test_experts_as_recipes_leave_them(
+    method: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(FAMILIES["qwen3_moe"]), tokenizer)
+    run(tmp_path / "model", tmp_path / "small", recipe_of(method), text, token_cache)
+    ours, theirs = logits(tmp_path / "small"), their_logits(tmp_path / "small", torch.float32)
+    assert float((ours - theirs).abs().max()) < 1e-3 * float(ours.abs().max())

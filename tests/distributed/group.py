@@ -83,7 +83,7 @@ def _share_one_device() -> None:
             return isinstance(group, ProcessGroupGloo)
 
     class OnOneDevice(metaclass=Kind):
-        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> Any:
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices, options._threads, options._timeout = [device], 2, timeout
             return ProcessGroupGloo(store, rank, size, options)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -65,6 +65,20 @@ def test_tensors_come_back_to_the_bit(checkpoint: Path) -> None:
     read_pieces(found, checkpoint)
     assert all(found[name].equal(tensor) for name, tensor in SAVED.items())
     assert stored_tensors(checkpoint) == {name: (tensor.dtype, tensor.shape) for name, tensor in SAVED.items()}
+
+
+@pytest.mark.parametrize("more", [(), ((3, 1),), (None,)], ids=["torch 2.11", "torch 2.15", "no strides"])
+def test_an_index_of_any_torch_is_read(
+    more: tuple[Any, ...], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newer ones write strides besides."""
+    written = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*written(self)[:5], *more))
+    change_index(checkpoint, lambda index: index)
+    monkeypatch.undo()
+    found = {NAME: torch.zeros(2, 3)}
+    read_pieces(found, checkpoint)
+    assert found[NAME].equal(SAVED[NAME])
 
 
 def test_a_hostile_index_is_not_run(checkpoint: Path, tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ import transformers
 from torch import Tensor
 
 from tests.train.jobs import checkpoint_files
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.factoring import FactoringJob, factorise
+from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.job import Job
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.teacher import Teacher
+from tightfit.jobs.teacher import Teacher, held_weight_bytes
 from tightfit.jobs.workload import Workload, with_teacher
 from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation_eager
 from tightfit.memory.formulas.training import training_ledger
@@ -215,6 +218,45 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit(learning: Callable[..., Job]) 
     assert checkpoint_files(whole.checkpoint) == checkpoint_files(parts.checkpoint)
     plain = run_job(learning("plain", distill={"alpha": 0.0}), quiet=True)
     assert checkpoint_files(whole.checkpoint) != checkpoint_files(plain.checkpoint)
+
+
+@pytest.fixture
+def smaller_teachers(learning: Callable[..., Job], tmp_path: Path) -> dict[str, Path]:
+    """The teacher in 4 bits, and in factors of low rank."""
+    given: dict[str, Any] = {
+        "model": str(learning().distill.teacher),
+        "samples": 2,
+        "length": 16,
+        "cache": tmp_path / "cache",
+    }
+    made = {name: tmp_path / name for name in ("coded", "factored")}
+    coding = CompressionJob(out=made["coded"], recipe=recipe_of("rtn", bits=4, group=8), **given)
+    compress(coding, lambda cost: None, lambda done, total, layer: None)
+    factorise(FactoringJob(out=made["factored"], **given), lambda cost: None, lambda done, total, layer: None)
+    return made
+
+
+@pytest.mark.parametrize("name", ["coded", "factored"])
+def test_a_run_with_a_compressed_teacher_resumes_bit_for_bit(
+    name: str, learning: Callable[..., Job], smaller_teachers: dict[str, Path]
+) -> None:
+    """From the host, with everything that is compared."""
+    losses = {"features": 1.0, "feature_layers": 1, "attention": 0.5, "contrastive": 0.1}
+    distill = {"teacher": str(smaller_teachers[name]), "place": "host", **losses}
+    whole = run_job(learning("whole", distill=distill), quiet=True)
+    run_job(learning("parts", distill=distill), quiet=True, stop_after=2)
+    parts = run_job(learning("parts", distill=distill), quiet=True, resume=True)
+    assert checkpoint_files(whole.checkpoint) == checkpoint_files(parts.checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_plan_counts_a_compressed_teacher_as_it_is_held(
+    dtype: torch.dtype, smaller_teachers: dict[str, Path]
+) -> None:
+    for source in map(str, smaller_teachers.values()):
+        teacher = load_model(source, dtype=dtype).model
+        held = sum(tensor.nbytes for tensor in (*teacher.parameters(), *teacher.buffers()))
+        assert held_weight_bytes(source, teacher.spec, dtype.itemsize) == held
 
 
 def test_features_and_other_divergences_train(learning: Callable[..., Job]) -> None:

@@ -64,15 +64,22 @@ def group_of(spec: ModelSpec) -> int:
     return fits[0] if fits else 0
 
 
-def with_whole_groups(recipe: Recipe, spec: ModelSpec) -> Recipe:
-    """`recipe` with `group_of` the model in steps that leave the group open."""
-    return Recipe(tuple(_with_group(step, group_of(spec)) for step in recipe.steps))
+def settled_for(recipe: Recipe, spec: ModelSpec) -> Recipe:
+    """`recipe` with what its steps leave open as this model needs it.
+
+    Groups are `group_of` the model. Where there are experts codes are symmetric: transformers, which stacks experts as
+    it loads them, takes no zero points along (5.23).
+    """
+    return Recipe(tuple(_settled(step, group_of(spec), symmetric=spec.experts is not None) for step in recipe.steps))
 
 
-def _with_group(step: Step, group: int) -> Step:
+def _settled(step: Step, group: int, *, symmetric: bool) -> Step:
     scheme = step.scheme()
-    is_open = step.group is None and scheme is not None and scheme.group > 0 and not scheme.outliers
-    return replace(step, group=group) if scheme is not None and is_open and scheme.kind in FREE_GROUPS else step
+    if scheme is None or scheme.outliers or scheme.kind not in FREE_GROUPS:
+        return step
+    if step.group is None and scheme.group > 0:
+        step = replace(step, group=group)
+    return replace(step, symmetric=True) if symmetric and step.symmetric is None else step
 
 
 def scheme_of(bits: int, group: int) -> Scheme:

@@ -194,4 +194,15 @@ def _one_tokenizer(made: LoadedModel, known: LoadedModel) -> Tokenizer:
     tokenizer = known.tokenizer or made.tokenizer
     if tokenizer is None:
         raise UserError(f"neither {made.source} nor {known.source} has a tokenizer, so text cannot become tokens")
+    if made.tokenizer is not None and (token := _told_apart_by(made.tokenizer, tokenizer)) is not None:
+        raise UserError(
+            f"token {token} of {made.source} and of {known.source} are different texts; models of different tokenizers "
+            "cannot be compared token by token"
+        )
     return tokenizer
+
+
+def _told_apart_by(one: Tokenizer, other: Tokenizer) -> int | None:
+    """The first token that stands for another text in each; special ones may have been renamed."""
+    shared = set(range(min(one.vocab_size, other.vocab_size))) - one.special_tokens.keys() - other.special_tokens.keys()
+    return next((token for token in sorted(shared) if one.token_bytes(token) != other.token_bytes(token)), None)

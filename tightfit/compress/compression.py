@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.compress.bit_choice import with_whole_groups
+from tightfit.compress.bit_choice import settled_for
 from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.format_choice import choose_format
@@ -69,7 +69,7 @@ class _Compression:
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
-        self.job = job = replace(job, recipe=with_whole_groups(job.recipe, self.spec))
+        self.job = job = replace(job, recipe=settled_for(job.recipe, self.spec))
         if self.spec.sinks:
             raise UserError(f"{self.spec.family} models have biased experts, which are not compressed; take another")
         if self.spec.latent is not None:

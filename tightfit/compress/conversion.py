@@ -29,10 +29,10 @@ def convert(source: str, target: Path, form_name: str) -> Export:
     refuse_existing(target)
     path = Path(source)
     if not path.is_dir() or not is_quantized(path):
-        raise UserError(f"{source} is not a compressed model; run tightfit compress {source} first")
+        raise UserError(f"{source} has no codes to write as {form_name}; quantize it first with tightfit compress")
     verify_weights(path)
     files = QuantizedDirectory(path, source_spec(source))
-    schemes = {module: files.scheme(module) for module in files.modules}
+    schemes = {module: files.scheme(module) for module in sorted(files.modules)}
     form = choose_format(schemes, form_name, Recipe(()))
     form = _with_order(form, files)
     plain = sorted(

@@ -52,10 +52,10 @@ class _Factoring(LayerRewriting):
             raise UserError(f"--keep is {self.job.keep}; it is the share of the matrices' numbers that stays, below 1")
         self.names = factored_names(self.spec)
         self.shapes = {name: (outputs, inputs) for name, (_, outputs, inputs) in matrices(self.spec).items()}
-        if set(self.names) < set(self.shapes):
+        if not self.names.keys() >= self.shapes.keys():
             raise UserError(
-                f"files of {self.spec.family} models stack or transpose matrices or hold experts, which are not "
-                "factored; take another method"
+                f"files of {self.spec.family} models stack or transpose matrices, or hold experts or latent attention, "
+                "which are not factored; take another method"
             )
 
     def prepare(self) -> list[int]:

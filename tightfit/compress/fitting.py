@@ -43,6 +43,8 @@ SENSITIVITY_ROWS = 8
 """Calibration rows that sensitivities are measured on; their noise is far below the differences between layers."""
 SENSITIVITY_LENGTH = 512
 FITTED_METHODS = ("gptq", "rtn")
+MIXING_FORMATS = ("compressed-tensors", "tightfit")
+"""Layouts that hold several widths."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,10 @@ def fit_bits(
     length = min(4096, spec.max_positions) if context is None else context
     if method not in FITTED_METHODS:
         raise UserError(f"--fit chooses bits for {' and '.join(FITTED_METHODS)}, not for --method {method}")
+    if job.format is not None and job.format not in MIXING_FORMATS:
+        raise UserError(
+            f"--fit mixes widths, which {job.format} cannot hold; use --format {MIXING_FORMATS[0]}, or none"
+        )
     if spec.experts is not None:
         raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
     card_bytes = machine.accelerator.memory_bytes

@@ -41,6 +41,12 @@ CALIBRATED = ("gptq", "round", "awq", "smoothquant", "spqr", "wanda", "sparsegpt
 """Methods that look at the inputs of layers."""
 KINDS = ("nf4", "mxfp4", "nvfp4", "binary", "fp8")
 SPQR_GROUP = 16
+SETTLED: dict[str, dict[str, Any]] = {
+    "smoothquant": {"bits": 8, "group": 0, "symmetric": True, "numbers": "int", "activations": "int8"},
+    "llm.int8": {"bits": 8, "group": 0, "symmetric": True, "numbers": "int", "activations": None},
+    "spqr": {"group": SPQR_GROUP, "symmetric": False, "numbers": "int", "activations": None},
+}
+"""Options that a method leaves no choice of."""
 PRUNING_OPTIONS = ("sparsity", "pattern")
 
 
@@ -87,6 +93,11 @@ class Step:
             self.numbers not in (None, "int") or self.activations or self.act_order == "groups"
         ):
             raise UserError("round learns integers in plain groups beside unrounded activations; use gptq for others")
+        for name, settled in SETTLED.get(self.method, {}).items():
+            if (given := getattr(self, name)) not in (None, settled):
+                raise UserError(
+                    f"{name} is {given}, but {self.method} has {settled}; leave it out or use another method"
+                )
         if self.pattern is not None and self.kept_of_group is None:
             raise UserError(f"pattern is {self.pattern!r}; give N:M with N below M, such as 2:4")
 

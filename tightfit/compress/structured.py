@@ -5,7 +5,7 @@
 | layer | 1 − cos(x, layer(x)), mean over tokens (Block Influence; Men et al. 2024) | the residual stream |
 | key/value head with its queries | tr(O_g H_gg O_gᵀ): squared output it adds | inputs of the output projection |
 | MLP channel j | ‖down_j‖² · H_jj | inputs of `down` |
-| expert | the sum of the weights routed to it | the router |
+| expert | the sum of the weights routed to it; of every group equally many stay | the router |
 
 When columns K of a matrix stay, the least squares fit makes up for the others: W' = W H[:, K] (H[K, K] + λI)⁻¹, the
 least tr((W − W'S) H (W − W'S)ᵀ) there is, S selecting K. Every layer keeps equally many of each, as configs have
@@ -25,6 +25,7 @@ from tightfit.compress.observation import layer_of, observe, run_layer, through
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.mlp import RoutedMlp
+from tightfit.models.routing import choose, scored
 from tightfit.models.spec import ModelSpec
 
 DAMPING = 1e-4
@@ -45,10 +46,12 @@ class KeptShape:
         if self == KeptShape():
             raise UserError("nothing is to be cut; say what stays with --keep-layers, -heads, -mlp or -experts")
         ratio = spec.heads // spec.kv_heads
-        if self.heads is not None and self.heads % ratio:
-            raise UserError(f"--keep-heads is {self.heads}; {ratio} heads share keys, so give a multiple of {ratio}")
+        if self.heads is not None:
+            _check_heads(self.heads, spec)
         if self.mlp is not None and all(spec.is_routed(i) for i in range(spec.layers)):
             raise UserError("--keep-mlp is for dense layers, and this model has experts in all; use --keep-experts")
+        if self.experts is not None:
+            _check_experts(self.experts, spec)
         per_token = 0 if spec.experts is None else spec.experts.per_token
         least = {"layers": 1, "heads": ratio, "mlp": 1, "experts": per_token}
         for name, most in _sizes(spec).items():
@@ -61,6 +64,25 @@ class KeptShape:
         cuts = {name: getattr(self, name) for name in _sizes(spec)}
         told = {"mlp": "MLP channels", "heads": "heads", "layers": "layers", "experts": "experts"}
         return ", ".join(f"{kept} of {_sizes(spec)[n]} {told[n]}" for n, kept in cuts.items() if kept is not None)
+
+
+def _check_heads(heads: int, spec: ModelSpec) -> None:
+    """Refuse heads that cannot be taken out one by one."""
+    together = "made of one vector" if spec.latent is not None else "normed together" if spec.qk_norm_joint else None
+    if together is not None:
+        raise UserError(f"--keep-heads: heads of {spec.family} models are {together} and cannot be cut; leave it out")
+    ratio = spec.heads // spec.kv_heads
+    if heads % ratio:
+        raise UserError(f"--keep-heads is {heads}; {ratio} heads share keys, so give a multiple of {ratio}")
+
+
+def _check_experts(count: int, spec: ModelSpec) -> None:
+    """Refuse experts where there are none, and numbers that leave groups of different sizes."""
+    if spec.experts is None:
+        raise UserError(f"--keep-experts is {count}, but the model has no experts; use --keep-mlp")
+    if count % spec.experts.groups:
+        groups = spec.experts.groups
+        raise UserError(f"--keep-experts is {count}; experts are in {groups} groups, so give a multiple of {groups}")
 
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:
@@ -150,6 +172,7 @@ class _LayerCut:
         self._cut_columns("attention.o", hessian, queries)
         for name, rows in (("q", queries), ("k", keys), ("v", keys)):
             self._keep_rows(f"attention.{name}", rows)
+        self.rows["attention.sinks"] = _spread(groups, ratio)
 
     def cut_channels(self, width: int) -> None:
         """Keep the MLP channels that add most to the layer's output."""
@@ -164,12 +187,16 @@ class _LayerCut:
         """Keep the experts to which the most weight is routed."""
         mlp = self.layer.mlp
         assert isinstance(mlp, RoutedMlp)
-        kept = routed_weight(self.model, self.layer, self.inputs).topk(count).indices.sort().values
+        kept = best_experts(routed_weight(self.model, self.layer, self.inputs), count, mlp.experts_spec.groups)
         lost = torch.ones(len(mlp.router.weight), dtype=torch.bool, device=kept.device)
         lost[kept] = False
-        for name in ("mlp.router.weight", *EXPERT_STACKS):
-            self.rows[name] = kept
+        self._keep_rows("mlp.router", kept)
+        self.rows["mlp.correction"] = kept
+        for name in EXPERT_STACKS:
+            self.rows[name] = self.rows[f"{name}_bias"] = kept
         mlp.router.register_forward_hook(lambda module, x, scores: scores.masked_fill(lost, -torch.inf))
+        if mlp.correction is not None:
+            mlp.correction[lost] = -torch.inf
 
     def _keep_rows(self, name: str, rows: Tensor) -> None:
         self.rows[f"{name}.weight"] = self.rows[f"{name}.bias"] = rows
@@ -199,16 +226,21 @@ def _spread(groups: Tensor, size: int) -> Tensor:
     return (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
 
 
+def best_experts(worth: Tensor, count: int, groups: int) -> Tensor:
+    """The numbers of the `count` experts of the greatest worth, as many of each group, in order."""
+    places = worth.view(groups, -1).topk(count // groups).indices.sort().values
+    firsts = torch.arange(groups, device=worth.device) * (len(worth) // groups)
+    return (firsts[:, None] + places).flatten()
+
+
 def routed_weight(model: Decoder, layer: Layer, inputs: Sequence[Tensor]) -> Tensor:
     """The sum over tokens of the weights with which each expert is used."""
     mlp = layer.mlp
     assert isinstance(mlp, RoutedMlp)
     total = torch.zeros(mlp.experts_spec.count, device=mlp.router.weight.device)
 
-    def add(module: nn.Module, arguments: tuple[Tensor, ...], scores: Tensor) -> None:
-        weights, chosen = scores.softmax(-1).topk(mlp.experts_spec.per_token, dim=-1)
-        if mlp.experts_spec.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+    def add(module: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor) -> None:
+        weights, chosen = choose(scored(logits, mlp.experts_spec.score), mlp.experts_spec, mlp.correction)
         total.index_add_(0, chosen.flatten(), weights.flatten())
 
     handle = mlp.router.register_forward_hook(add)

@@ -55,6 +55,9 @@ class LeverRow:
     """What a search tries, weakest first: a later one never needs more memory. None: only what is pinned."""
     strength: Callable[[Any], float] = float
     """Larger for less memory."""
+    for_memory_alone: "Callable[[Levers], bool]" = _nothing
+    """Whether a search pulls it, beside these, only where memory asks for it: what it saves of time is not worth that
+    it changes what a step computes."""
     advice: tuple[str, tuple[Any, ...]] | None = None
     """What to call it and which values to try, weakest first, where a run does not fit: those that the search leaves
     out, as they save little or cost much. The values of all rows together are every lossless way to need less."""
@@ -188,6 +191,7 @@ LEVER_TABLE = (
             "updates in backward (clipped by the norm of the step before)" if levers.update_in_backward else ""
         ),
         values=lambda wanted: (False, True) if wanted.one_rank else (False,),
+        for_memory_alone=lambda levers: levers.offload == "none",
         advice=("updates in backward", (True,)),
         last_resort=True,
         elsewhere=False,

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tightfit.jobs.served_weights import served_weights
+from tightfit.models.quantized.held_weights import PLAIN_BYTES
 from tightfit.models.spec import ModelSpec
 
 SELF = "model"
@@ -23,8 +25,9 @@ class Teacher:
 
 
 def held_weight_bytes(source: str, spec: ModelSpec, element_bytes: int) -> int:
-    """Bytes of the weights at `source` once loaded: as they are stored where compressed, else `element_bytes` each."""
-    config = Path(source) / "config.json"
-    if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8", errors="replace"):
-        return sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
-    return element_bytes * spec.params()
+    """Bytes of the weights at `source` once loaded: codes as they are, and `element_bytes` for every other number."""
+    folder = Path(source).expanduser()
+    held = served_weights(folder, spec) if (folder / "config.json").is_file() else None
+    if held is None:
+        return element_bytes * spec.params()
+    return held.coded_bytes + held.plain_bytes // PLAIN_BYTES * element_bytes

@@ -1,6 +1,6 @@
 """The index of a checkpoint in pieces, read so that it can do nothing but describe tensors.
 
-Torch (2.11 to 2.13) keeps the index as a pickle, which is a program: it names functions to call, sets attributes of
+Torch (2.11 to 2.15) keeps the index as a pickle, which is a program: it names functions to call, sets attributes of
 whatever it can reach, and one instruction of nine bytes can ask for gigabytes. So a pickle is read here by Python's own
 interpreter of pickles with most of its instructions taken out. What remains makes numbers, words, tuples, lists, dicts
 and the few types of torch that describe a tensor; attributes are set on fresh objects of these types alone, by the
@@ -43,6 +43,7 @@ RECORDS: dict[tuple[str, str], type] = {
 }
 """What an index is made of. BytesStorageMetadata is not among it: torch unpickles what that names."""
 FIELDS = {kind: frozenset(field.name for field in fields(kind)) for kind in RECORDS.values()}
+FIELDS_OF_A_TENSOR = 5
 WORDS = """
     PROTO FRAME STOP MARK POP MEMOIZE BINGET LONG_BINGET GET BINPUT LONG_BINPUT PUT
     NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 UNICODE BINUNICODE SHORT_BINUNICODE
@@ -185,7 +186,7 @@ class _Reader(_Interpreter):
 def _state(record: Any, state: Any) -> dict[str, Any]:
     """The attributes that `state` gives to `record`."""
     if isinstance(record, TensorProperties):
-        dtype, layout, gradient, _, pinned = state
+        dtype, layout, gradient, _, pinned = state[:FIELDS_OF_A_TENSOR]  # torch 2.15 has strides besides
         state = {"dtype": dtype, "layout": layout, "requires_grad": gradient, "pin_memory": pinned}
         state["memory_format"] = torch.contiguous_format
     if type(state) is not dict or not state.keys() <= FIELDS[type(record)]:

@@ -170,7 +170,7 @@ class TwoVersionPipeline(Pipeline):
         _exchange(self._forward_sends + stage.get_bwd_recv_ops(number))
         self._forward_sends = []
         self.versions.use(step.weights)
-        loss = stage.fwd_cache[number][0][0] if stage.is_last else None
+        loss = stage.outputs(number)[0] if stage.is_last else None
         stage.backward_one_chunk(number, loss=loss)
         self._backward_sends = stage.get_bwd_send_ops(number)
         step.left -= 1

@@ -3,7 +3,7 @@
 Torch runs the schedules and orders sends so that NCCL cannot deadlock. Its own stage allocates two buffers for every
 micro-batch of a step and keeps them: with 64 micro-batches more than the activations in flight. `BufferedStage`
 allocates a buffer when it is received into and frees it after its backward. It overrides private methods (leading
-underscore), checked against torch 2.11 to 2.13.
+underscore), checked against torch 2.11, 2.13 and 2.15, which frees buffers itself.
 
 Schedules, for K ranks and M micro-batches: `gpipe` (with M = 1 the naive pipeline), `1f1b` (gpipe where M < K),
 `interleaved`, `zero-bubble` (ZB-H1: backward for inputs first, backward for weights where a rank would idle) and `zb-v`
@@ -111,8 +111,8 @@ class BufferedStage(PipelineStage):
     ) -> None:
         self.on_phase("backward")
         if not (full_backward or self.is_first):
-            outputs = (loss,) if self.is_last else self.fwd_cache[bwd_chunk_id][0]
-            self.graph_owners[bwd_chunk_id] = [_graph_owner(tensor) for tensor in outputs if tensor is not None]
+            outputs = (loss,) if self.is_last else self.outputs(bwd_chunk_id)
+            self.graph_owners[bwd_chunk_id] = [_graph_owner(output) for output in outputs if output is not None]
         with self._timed("backward" if full_backward else "input", bwd_chunk_id):
             super().backward_one_chunk(
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
@@ -120,6 +120,13 @@ class BufferedStage(PipelineStage):
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos.get(bwd_chunk_id, ()):
                 _free_buffer(info)
+
+    def outputs(self, micro_batch: int) -> tuple[Any, ...]:
+        """What forward made of a micro-batch; torch 2.15 has edges of the graph in place of tensors that were sent."""
+        kept: Any = vars(self)
+        if "fwd_cache" in kept:
+            return tuple(kept["fwd_cache"][micro_batch][0])
+        return tuple(kept["_forward_chunk_states"][micro_batch].stage_output_for_backward())
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         self.on_phase("backward")
@@ -143,14 +150,16 @@ class BufferedStage(PipelineStage):
         return time.perf_counter()
 
 
-def _graph_owner(tensor: Tensor) -> Any:
-    """A node that keeps the graph behind `tensor` alive.
+def _graph_owner(output: Any) -> Any:
+    """What keeps the graph behind an output alive: a node, or the edge that stands for the output.
 
-    Nodes of Python autograd functions do not keep themselves alive, and torch 2.11 drops what does between backward for
+    Nodes of Python autograd functions do not keep themselves alive, and torch drops what does between backward for
     inputs and backward for weights.
     """
+    if not isinstance(output, Tensor):
+        return output
     with torch.enable_grad():
-        return tensor.view_as(tensor).grad_fn
+        return output.view_as(output).grad_fn
 
 
 def _copy_to_all(infos: Infos, micro_batches: int) -> None:

@@ -2,7 +2,7 @@
 
 Who changes shards from outside (optimizer states and weights on the host) must tell FSDP2 where a shard lies now, and
 make its all-gather wait for a shard that is still being updated. Torch has no public way to do either, so this file
-has all of its private names that we use, which are those of torch 2.11 to 2.13.
+has all of its private names that we use, which are those of torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,7 +71,10 @@ class ShardGroup:
 
     def gather_after(self, event: torch.cuda.Event | None) -> None:
         """The next all-gather begins after `event`."""
-        self.torch_group._wait_all_gather_streams_on_event(event)
+        streams = self.torch_group.comm_ctx
+        if event is not None and hasattr(streams, "all_gather_stream"):  # made before the first forward pass
+            streams.all_gather_copy_in_stream.wait_event(event)
+            streams.all_gather_stream.wait_event(event)
 
 
 def shard_groups(module: nn.Module) -> Iterator[ShardGroup]:

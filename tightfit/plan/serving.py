@@ -17,17 +17,15 @@ from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving_step import Step, layer_params
-from tightfit.plan.serving_time import ServingRates, StepRates, prompt_seconds
+from tightfit.plan.serving_time import PackedProducts, ServingRates, StepRates, prompt_seconds
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
 PLAIN: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16")
-PACKED_SHARES = {4: 0.7, 8: 0.8}
-"""Of the rate of reading, at which weights of at most so many bits are read: 8B on an H200, one stream
-(serve_speed.csv: 480 tokens/s in int4, 356 in fp8)."""
 
 CPU_ELEMENT_BYTES = 4
 ON_CPU = Overheads(context_bytes=0, workspace_bytes=0)
@@ -140,12 +138,12 @@ class Serving:
     def predicted_tokens_per_second(self) -> float:
         """Of our engine, over all requests of one card with prompts behind them, each over `length` positions."""
         step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=self._cache_bytes)
-        return self.requests / self.rates.step_seconds(self.spec, self._read_bytes, step)
+        return self.requests / self.rates.step_seconds(self.spec, self.read_bytes, step)
 
     @property
     def predicted_first_token_seconds(self) -> float:
         """Of our engine, after a prompt of `length` tokens that is alone on the card."""
-        return prompt_seconds(self.spec, self.rates, replace(self, requests=1)._read_bytes, self.length)
+        return prompt_seconds(self.spec, self.rates, replace(self, requests=1).read_bytes, self.length)
 
     @property
     def rates(self) -> ServingRates:
@@ -157,7 +155,7 @@ class Serving:
             bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
             product_flops=peak * MEASURED.matmul,
             attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            weight_share=PACKED_SHARES.get(self._packed_bits, 1.0),
+            packed=self._packed,
         )
 
     @property
@@ -178,6 +176,14 @@ class Serving:
         return cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
 
     @property
+    def _packed(self) -> PackedProducts | None:
+        """None where weights are plain."""
+        scheme = None if self.compressed is None else self.compressed.scheme
+        if self.compressed is None and self.form not in PLAIN:
+            scheme = Scheme(bits=self._packed_bits)
+        return None if scheme is None else PackedProducts.of(scheme)
+
+    @property
     def _packed_bits(self) -> int:
         """4 or 8, whichever a weight fits in; 16 where weights are plain."""
         scheme = None if self.compressed is None else self.compressed.scheme
@@ -186,7 +192,7 @@ class Serving:
         return 16 if scheme is None else 4 if scheme.bits <= 4 else 8
 
     @property
-    def _read_bytes(self) -> float:
+    def read_bytes(self) -> float:
         """Weights that a step reads: all but an embedding of its own; of experts one token's where it is alone."""
         spec = self.spec
         active = spec.params(active=True) / spec.params() if self.requests == 1 else 1.0

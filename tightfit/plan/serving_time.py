@@ -7,15 +7,20 @@
     launches    layers · time of a layer's launches
 
 A product reads weights while it multiplies: two fifths of the shorter of reading weights and products are hidden. A
-prompt's first token also waits for the host once. Packed weights are read at a smaller share of the rate. Rates are the
-measured shares of a card's peaks (hardware/efficiency.py); the three constants below were fitted to the ten bf16 rows
-of an H200 in benchmarks/results/serve_speed.csv, whose largest error is then 14 % (docs/serving.md has all). Limits:
-prompts and batches of packed weights, whose kernels are slower than this says; other cards are assumed to be alike. A
+prompt's first token also waits for the host once. Packed weights are read at a smaller share of the rate, multiplied at
+a smaller one by more than a few tokens, and by many once they were expanded:
+
+    expanding   (codes + 2 bytes · weights of the layers) / rate of reading
+
+Rates are the measured shares of a card's peaks (hardware/efficiency.py); the constants below were fitted to the rows of
+an H200 in benchmarks/results/serve_speed.csv, of which docs/serving.md has all. Other cards are assumed to be alike. A
 CPU's time has other parts (cpu_serving_time.py).
 """
 
+import math
 from dataclasses import dataclass
 
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving_step import Step, layer_params, moved_elements
@@ -24,6 +29,38 @@ HIDDEN_SHARE = 0.4
 LAYER_LAUNCH_S = 16e-6
 FIRST_TOKEN_HOST_S = 0.25e-3
 ELEMENT_BYTES = 2
+FEW_TOKENS = 16
+"""Up to which codes are multiplied as fast as they are read: kernels/packed_rows.py."""
+SOME_TOKENS = 256
+"""Up to which integers are multiplied as they are: kernels/quantized_linear.py."""
+SOME_TOKENS_FP8 = 128
+"""The same of 8-bit floats: kernels/fp8_rows.py."""
+PACKED_PRODUCTS_SHARE = 0.36
+"""Of the rate of products, at which codes are multiplied by more than a few tokens."""
+MULTIPLIED_BITS = (2, 4, 8)
+"""Integers whose codes are multiplied as they are; others are always expanded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedProducts:
+    """How a step multiplies by packed weights."""
+
+    read_share: float
+    """Of the rate of reading, at which codes are read."""
+    most_tokens: float
+    """Up to which codes are multiplied as they are; weights are expanded for more."""
+    product_share: float = PACKED_PRODUCTS_SHARE
+
+    @classmethod
+    def of(cls, scheme: Scheme) -> "PackedProducts":
+        """By what our engine does with such weights."""
+        read_share = 0.7 if scheme.bits <= 4 else 0.8  # 8B in one stream: 480 tokens/s in int4, 356 in fp8
+        if scheme.activations is not None:
+            return cls(read_share=read_share, most_tokens=math.inf, product_share=1.0)
+        if scheme.kind == "fp8":
+            return cls(read_share=read_share, most_tokens=SOME_TOKENS_FP8)
+        is_multiplied = scheme.kind == "int" and scheme.bits in MULTIPLIED_BITS and not scheme.outliers
+        return cls(read_share=read_share, most_tokens=SOME_TOKENS if is_multiplied else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +70,15 @@ class StepRates:
     bytes_per_second: float
     product_flops: float
     attention_flops: float
-    weight_share: float = 1.0
-    """Of the rate of reading, at which weights are read: below one where they are packed."""
+    packed: PackedProducts | None = None
+    """None where weights are plain."""
     layer_s: float = LAYER_LAUNCH_S
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
 
     def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
         """Predicted seconds of `step`, which reads `weight_bytes` of weights."""
-        head = spec.vocab_size * spec.hidden_size
-        reading = weight_bytes / (self.bytes_per_second * self.weight_share)
-        products = 2 * (layer_params(spec) * step.tokens + head * step.answers) / self.product_flops
+        reading, products = self._reading_and_products(spec, weight_bytes, step)
         attention = 4 * step.pairs * spec.query_size * spec.layers / self.attention_flops
         traffic = step.tokens * spec.layers * self.element_bytes * moved_elements(spec)
         return (
@@ -53,7 +88,28 @@ class StepRates:
             + attention
             + (traffic + step.cache_bytes) / self.bytes_per_second
             + spec.layers * self.layer_s
+            + self._expanding(spec, weight_bytes, step)
         )
+
+    def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
+        """Seconds of each, of weights as they are multiplied."""
+        packed, head = self.packed, spec.vocab_size * spec.hidden_size
+        layers_flop, head_flop = 2 * layer_params(spec) * step.tokens, 2 * head * step.answers
+        plain = (layers_flop + head_flop) / self.product_flops
+        if packed is None:
+            return weight_bytes / self.bytes_per_second, plain
+        if step.tokens > packed.most_tokens:
+            return self.element_bytes * (layer_params(spec) + head) / self.bytes_per_second, plain
+        reading = weight_bytes / (self.bytes_per_second * packed.read_share)
+        if step.tokens <= FEW_TOKENS:
+            return reading, plain
+        return reading, (layers_flop / packed.product_share + head_flop) / self.product_flops
+
+    def _expanding(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
+        """Seconds until packed weights are plain, where a step has many tokens."""
+        if self.packed is None or step.tokens <= self.packed.most_tokens:
+            return 0.0
+        return (weight_bytes + self.element_bytes * layer_params(spec)) / self.bytes_per_second
 
 
 ServingRates = StepRates | CpuStepRates

@@ -16,9 +16,10 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.memory.formulas.serving import cache_bytes_per_token
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving_step import Step
-from tightfit.plan.serving_time import ServingRates, StepRates
+from tightfit.plan.serving_time import PackedProducts, ServingRates, StepRates
 from tightfit.serve.cpu_timing import measure_cpu_rates
 from tightfit.serve.engine import Engine
 from tightfit.serve.forward.runner import Runner
@@ -80,10 +81,12 @@ def measured_rates(engine: Engine) -> ServingRates:
     if device.type == "cpu":
         return engine_reads_as(engine, measure_cpu_rates())
     flops = product_flops_per_second(device, dtype)
+    scheme = next((each.scheme for each in engine.model.modules() if isinstance(each, QuantizedLinear)), None)
     return StepRates(
         bytes_per_second=read_bytes_per_second(device),
         product_flops=flops,
         attention_flops=flops,
+        packed=None if scheme is None else PackedProducts.of(scheme),
         element_bytes=dtype.itemsize,
     )
 

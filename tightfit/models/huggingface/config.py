@@ -44,6 +44,7 @@ _LARGEST = {
 }
 _FLAGS = ("tied", "qkv_bias", "output_bias", "mlp_bias", "normalise")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_WINDOW = "sliding_window"
 
 
 def spec_from_config(config: Mapping[str, Any], source: str) -> ModelSpec:
@@ -209,7 +210,7 @@ _WINDOW_RULES: dict[WindowRule, Callable[[Fields, int], range | list[int]]] = {
 def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The window and the layers that have it."""
     switched_off = "use_sliding_window" in family.defaults and not fields.flag("use_sliding_window")
-    window = None if switched_off or family.windows == "none" else fields.maybe_whole("sliding_window", most=LONGEST)
+    window = None if switched_off or family.windows == "none" else fields.maybe_whole(_WINDOW, most=LONGEST)
     types = _layer_types(fields, layers)
     if types is not None and family.layer_types:
         chosen = tuple(i for i, kind in enumerate(types) if kind == _SLIDING)
@@ -219,7 +220,7 @@ def _read_windows(fields: Fields, family: Family, layers: int) -> tuple[int | No
         if types is not None and chosen != tuple(i for i, kind in enumerate(types) if kind == _SLIDING):
             raise fields.bad("layer_types", types, "this family has windows in all its layers or in none")
     if chosen and window is None:
-        raise fields.bad("sliding_window", None, f"it must be given, as {len(chosen)} layers are windowed")
+        raise fields.bad(_WINDOW, None, f"it must be given, as {len(chosen)} layers are windowed")
     return (window, chosen) if chosen else (None, ())
 
 
@@ -237,8 +238,8 @@ def _layer_types(fields: Fields, layers: int) -> list[Any] | None:
 
 def _write_windows(spec: ModelSpec, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {}
-    if family.windows != "none":
-        config["sliding_window"] = spec.window
+    if family.windows != "none":  # transformers masks windows in families with a pattern even where no layer has one
+        config[_WINDOW] = spec.window or (family.defaults[_WINDOW] if family.windows == "pattern" else None)
     if "use_sliding_window" in family.defaults:
         config["use_sliding_window"] = bool(spec.window_layers)
     if family.windows in ("after_max_window_layers", "even_before_max_window_layers"):

@@ -157,7 +157,7 @@ def _unstackable(schemes: Sequence[Scheme], name: str) -> UserError:
     told = " and ".join(dict.fromkeys(scheme.describe() for scheme in schemes))
     return UserError(
         f"{name} is one tensor in files of this family, and {told} of its parts cannot be made one; use integers of "
-        "one width with groups or rows, or mxfp4"
+        "one width with groups or rows and without outliers, or mxfp4"
     )
 
 

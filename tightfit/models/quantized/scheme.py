@@ -66,6 +66,10 @@ class Scheme:
             raise UserError(f"{self.kind} numbers are symmetric about zero; only integers can have a zero point")
         if self.activations is not None and (self.bits != 8 or self.group > 0 or not self.symmetric):
             raise UserError("activations are rounded beside 8-bit weights with a scale per row, symmetric ones, only")
+        if self.activations is not None and (self.activations == "fp8") != (self.kind == "fp8"):
+            raise UserError(
+                f"{self.activations} activations are multiplied by weights of their own kind, not {self.kind}"
+            )
         if self.static and self.activations not in ("int8", "fp8"):
             given = self.activations or "not rounded"
             raise UserError(f"static scales are for int8 and fp8 activations, but these are {given}; use one of both")

@@ -10,7 +10,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.memory.formulas.training import Peaks, least_peaks, peaks
 from tightfit.plan.cost import Costs, states_key
-from tightfit.plan.search.lever_choices import states_on_host
+from tightfit.plan.search.lever_choices import states_on_host, without_gains
 from tightfit.plan.search.space import SearchSpace
 from tightfit.plan.steptime import StepTime
 
@@ -83,6 +83,10 @@ class Pricing:
         if (layout, levers) not in self._candidates:
             self._remember(layout, levers, peaks(self.space.workload, layout, levers))
         return self._candidates[layout, levers]
+
+    def ranking_s(self, layout: Layout, levers: Levers) -> float:
+        """Seconds of a step that levers are ranked by: none is taken for what it saves of them."""
+        return max(self.costs.step(layout, each).step_s for each in {levers, without_gains(levers)})
 
     def fits(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
         """Whether `share` of the card, and the host, hold a layout with levers."""

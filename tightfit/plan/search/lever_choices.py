@@ -50,6 +50,14 @@ def weaker(levers: Levers, other: Levers) -> bool:
     return all(map(le, strengths(levers), strengths(other)))
 
 
+@lru_cache(maxsize=4096)
+def without_gains(levers: Levers) -> Levers:
+    """The same without levers that are pulled for memory alone; `levers` themselves where others ask for these."""
+    for_memory = (row.name for row, _ in SEARCHED if row.for_memory_alone(levers))
+    plainer = levers.model_copy(update={name: Levers.model_fields[name].default for name in for_memory})
+    return levers if refused_levers(plainer) else plainer
+
+
 def decides_host(pinned: Mapping[str, Any]) -> bool:
     """Whether a pin says what states are on the host."""
     return STATES_LEVER in pinned

@@ -1,7 +1,8 @@
 """Search: the fastest layout and levers that fit, and the best of each other kind.
 
 Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
-of them too. (Updates inside backward may save a few percent, as they move less than a step's update does.) A family of
+of them too. (Updates inside backward may save a few percent, as they move less than a step's update does; but they clip
+by an estimate, so where no states are on the host they are ranked as if they saved nothing.) A family of
 layouts (same degrees) is out when none of its leanest members fits with every lever pulled. Layouts of the rest are
 taken by their lower bound. Of the levers that leave a layout fast enough, the strongest are asked first: where they do
 not fit, no weaker ones do; where they do, the fastest that fit are looked for. Layouts fall into kinds (which degrees
@@ -89,9 +90,9 @@ def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_
     """
     pricing, fitting = Pricing(space), list[Candidate]()
     choices = (_joined(wanted, each) for each in space.levers_of(layout))
-    for levers in sorted(choices, key=lambda each: pricing.costs.step(layout, each).step_s):
+    for levers in sorted(choices, key=lambda each: pricing.ranking_s(layout, each)):
         tried = pricing.candidate(layout, levers)
-        if fitting and tried.step_s > SAME * fitting[0].step_s:
+        if fitting and pricing.ranking_s(layout, levers) > SAME * pricing.ranking_s(layout, fitting[0].levers):
             break
         if tried.gpu_bytes <= room_bytes and tried.fits(space.machine):
             fitting.append(tried)
@@ -216,7 +217,7 @@ class _Search:
         return self._levers(layout).strongest(any_host=self.space.machine.host_bytes is None)
 
     def _step_s(self, layout: Layout, levers: Levers) -> float:
-        return self.pricing.costs.step(layout, levers).step_s
+        return self.pricing.ranking_s(layout, levers)
 
     def _fits(self, layout: Layout, levers: Levers) -> bool:
         return self.pricing.fits(layout, levers, self.share)

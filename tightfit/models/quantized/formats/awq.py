@@ -26,7 +26,11 @@ class Awq(FileFormat):
 
     def refuse(self, scheme: Scheme) -> str | None:
         plain = scheme.kind == "int" and not scheme.outliers and scheme.activations is None
-        return None if plain and scheme.bits == 4 and scheme.group > 0 else "it has 4-bit integers in groups only"
+        return (
+            None
+            if plain and scheme.bits == 4 and scheme.group > 0
+            else "it has 4-bit integers in groups only, without outliers"
+        )
 
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
         if weight.group_of is not None:

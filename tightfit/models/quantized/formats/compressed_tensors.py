@@ -55,7 +55,7 @@ class CompressedTensors(FileFormat):
 
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind in ("nf4", "binary") or scheme.outliers:
-            return "it has integers, 8-bit floats and 4-bit floats"
+            return "it has integers without outliers, 8-bit floats and 4-bit floats"
         return "LLM.int8 is bitsandbytes' own" if scheme.activations == "llm.int8" else None
 
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:

@@ -39,6 +39,10 @@ class FileFormat(ABC):
     def refuse(self, scheme: Scheme) -> str | None:
         """Why it cannot hold codes of this scheme, or None if it can."""
 
+    def refuse_module(self, module: str) -> str | None:
+        """Why it cannot hold this module, however that is coded, or None if it can."""
+        return None
+
     @abstractmethod
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
         """The tensors of a module, by suffix."""
@@ -79,7 +83,7 @@ class FileFormat(ABC):
     def check(self, schemes: Mapping[str, Scheme]) -> None:
         """Refuse schemes that this format cannot hold."""
         for module, scheme in schemes.items():
-            if (why := self.refuse(scheme)) is not None:
+            if (why := self.refuse(scheme) or self.refuse_module(module)) is not None:
                 raise UserError(f"{module} is {scheme.describe()}, which the {self.name} format cannot hold: {why}")
 
 

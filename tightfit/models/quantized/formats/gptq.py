@@ -34,7 +34,7 @@ class Gptq(FileFormat):
 
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind != "int" or scheme.outliers or scheme.activations is not None:
-            return "it has integers only, and no rounded activations"
+            return "it has integers only, without outliers or rounded activations"
         if scheme.bits not in GPTQ_BITS:
             return f"it has {', '.join(map(str, GPTQ_BITS))} bits"
         return "it has a scale per row at least" if scheme.group < 0 else None
