@@ -104,7 +104,7 @@ def test_weights_are_read_as_an_engine_reads_them(form: str, layers_as: str, hea
 
 
 def test_compressed_weights_are_too() -> None:
-    for bits, layers_as in ((4, "int4"), (8, "fp16")):
+    for bits, layers_as in ((4, "int4"), (8, "fp16"), (3, "fp16")):
         packed = replace(serving("bf16"), compressed=HeldWeights(10**8, 0, 0, "packed", Scheme(bits=bits)))
         rates = packed.rates
         assert isinstance(rates, CpuStepRates)

@@ -166,8 +166,16 @@ class Serving:
         if measured is None:
             raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
         plain = measured.nearest("fp32" if self.compressed is None and self.form == "fp32" else "fp16")
-        coded = measured.nearest("int4") if self._packed_bits == 4 else plain
+        coded = measured.nearest("int4") if self._has_4_bit_codes else plain
         return CpuStepRates(measured=measured, layers_as=plain if coded == "fp32" else coded, head_as=plain)
+
+    @property
+    def _has_4_bit_codes(self) -> bool:
+        """Whether weights are the integers that a CPU may multiply by as they are (kernels/int4_linear.py)."""
+        if self.compressed is None:
+            return self._packed_bits == 4
+        scheme = self.compressed.scheme
+        return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 
     @property
     def _cache_bytes(self) -> int:
