@@ -16,15 +16,18 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.covering import thorough
 from tests.distributed.group import PRELOADED
 from tests.programs import call_forked, started
 from tests.serve.little_timing import measure_little
 from tests.serve.sleeping import sleep
+from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.launch.forked import Forked
 from tightfit.models.decoder import Decoder
+from tightfit.models.gguf.model import write_gguf
 from tightfit.models.loading import SMOLLM2, LoadedModel
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
@@ -204,6 +207,18 @@ def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
     generate(str(directory), tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=4, device="cpu")
     assert "out.jsonl has all the answers already; name another --out" in capfd.readouterr().out
+
+
+def test_a_plan_takes_what_can_be_served(directory: Path, model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """GGUF files in their own format and runs; plans knew directories and presets only."""
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", "q8_0")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.symlink_to(directory)
+    for source, form in ((tmp_path / "model.gguf", "q8_0"), (tmp_path / "run", "bf16"), (directory, "bf16")):
+        made = CliRunner().invoke(app, ["plan", str(source), "--on", "T4", "--serve", "--json"])
+        assert made.exit_code == 0, made.output
+        assert json.loads(made.output)["quantize"] == form
 
 
 def test_bench_serve_prints_a_table(

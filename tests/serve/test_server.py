@@ -179,10 +179,12 @@ def test_a_form_is_read_while_others_are_listened_to(
     monkeypatch.setattr(Constraints, "_begin", slow)
     with ThreadPoolExecutor(1) as beside:
         asked = {"model": "tiny", "prompt": "a", "max_tokens": 9, "extra_body": {"guided_regex": "never|before"}}
-        form = beside.submit(lambda: client.completions.create(**asked))  # type: ignore[call-overload]
-        assert reading.wait(timeout=60)
-        assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices[0].text
-        answered.set()
+        form = beside.submit(lambda: client.completions.create(**asked))
+        try:
+            assert reading.wait(timeout=60)
+            assert client.completions.create(model="tiny", prompt="a", max_tokens=2).choices[0].finish_reason
+        finally:
+            answered.set()
         assert form.result().choices[0].text in ("never", "before")
 
 

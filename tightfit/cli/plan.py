@@ -287,13 +287,26 @@ def _serve(
     *,
     as_json: bool,
 ) -> None:
-    from tightfit.models.resolve import resolve_spec
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    spec = resolve_spec(model)
+    spec, stored = _served_model(model)
     compressed = _compressed_weights(model, spec) if quantize is None else None
-    asked = make_serving(model, spec, machine, quantize or "bf16", context, batch, cache, compressed)
+    asked = make_serving(model, spec, machine, quantize or stored, context, batch, cache, compressed)
     print_serving(asked, as_json=as_json)
     if not asked.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _served_model(model: str) -> "tuple[ModelSpec, str]":
+    """The shape of what `tightfit serve` takes, and what its weights are in; runs and GGUF files need torch."""
+    from tightfit.models.hub import is_hub_name
+    from tightfit.models.presets import PRESETS
+    from tightfit.models.resolve import resolve_spec
+
+    path = Path(model).expanduser()
+    if model in PRESETS or is_hub_name(model) or path.suffix == ".json" or (path / "config.json").is_file():
+        return resolve_spec(model), "bf16"
+    from tightfit.models.loading import source_format, source_spec
+
+    return source_spec(model), source_format(model)

@@ -6,6 +6,7 @@ shapes and have no weights.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,6 +257,18 @@ def source_spec(source: str) -> ModelSpec:
     if path.is_file() and path.suffix != ".json":
         return gguf_spec(GgufFile(path))
     return resolve_spec(str(path) if path.exists() else source)
+
+
+def source_format(source: str) -> str:
+    """What most weights of the model at `source` are in, in the words of a plan: of a GGUF file its own type."""
+    path = _located(source)
+    if not path.is_file():
+        return "bf16"
+    elements: Counter[str] = Counter()
+    for tensor in GgufFile(path).tensors.values():
+        elements[tensor.kind.name.lower()] += tensor.elements
+    found = elements.most_common(1)[0][0]
+    return {"f32": "fp32", "f16": "fp16"}.get(found, found)
 
 
 def load_source_tokenizer(source: str) -> Tokenizer:
