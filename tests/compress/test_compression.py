@@ -25,7 +25,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_into, load_model
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
-from tightfit.models.spec import Experts, ModelSpec, Rope
+from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.weights.joint import can_join
 from tightfit.writer_lock import locked_beside
@@ -268,6 +268,23 @@ FAMILIES = {
     "qwen3_moe": replace(
         SPEC, family="qwen3_moe", qk_norm=True, tied=False, experts=Experts(count=4, per_token=2, mlp_size=64)
     ),
+    "deepseek_v3": replace(
+        SPEC,
+        family="deepseek_v3",
+        kv_heads=4,
+        tied=False,
+        latent=Latent(kv_rank=32, rope_dim=8, value_dim=8, query_rank=32),
+        experts=Experts(
+            count=4,
+            per_token=2,
+            mlp_size=64,
+            score="sigmoid",
+            corrected=True,
+            shared_size=64,
+            shared_gated=False,
+            dense_layers=(0,),
+        ),
+    ),
     "gemma2": replace(
         SPEC,
         family="gemma2",
@@ -355,12 +372,26 @@ def test_a_damaged_result_is_a_sentence(tiny: Path, text: Path, token_cache: Pat
         shutil.rmtree(bad)
 
 
+@pytest.mark.parametrize(("form", "said"), [("awq", "20 outputs fill no whole words"), ("gptq", "a matrix of 20 × 64")])
+def test_shapes_that_a_layout_cannot_hold_are_refused_before_work(
+    form: str, said: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Nothing is left behind that the same command would go on with."""
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(replace(SPEC, kv_heads=2, head_dim=10)), tokenizer)
+    recipe = recipe_of("rtn", bits=4, group=8)
+    with pytest.raises(UserError, match=f"cannot be written in the {form} format: {said}"):
+        run(tmp_path / "model", tmp_path / "small", recipe, text, token_cache, format=form)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_what_is_refused_before_work(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     for recipe, more, said in (
         (recipe_of("gptq", bits=4, group=48), {}, "no whole groups of 48"),
         (recipe_of("gptq", bits=4, layers=("nothing*",)), {}, "matrices, such as layers.0.attention.q"),
         (recipe_of("nf4"), {"format": "gptq"}, "cannot hold"),
         (recipe_of("rtn", bits=4, group=32), {"format": "foo"}, "unknown"),
+        (recipe_for("gptq-groups"), {"format": "awq"}, "awq has no groups out of order"),
     ):
         with pytest.raises(UserError, match=said):
             run(tiny, tmp_path / "small", recipe, text, token_cache, **more)

@@ -24,7 +24,7 @@ from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.memory.ledger import Phase
 from tightfit.memory.tracing import Tracer
 from tightfit.models.saving import write_model
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Experts, Latent, ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
 ONE = replace(SPEC, layers=1, vocab_size=32, max_positions=512)
@@ -32,6 +32,17 @@ WIDE = replace(ONE, hidden_size=64, mlp_size=384)
 SQUARE = replace(ONE, hidden_size=192, heads=3, kv_heads=3, head_dim=64, mlp_size=192)
 TALL = replace(ONE, hidden_size=128, heads=2, kv_heads=1, head_dim=64, mlp_size=448)
 LONG = replace(ONE, mlp_size=64)
+LATENT = replace(
+    ONE,
+    family="deepseek_v3",
+    hidden_size=128,
+    heads=4,
+    kv_heads=4,
+    head_dim=48,
+    mlp_size=256,
+    latent=Latent(kv_rank=64, rope_dim=16, value_dim=32, query_rank=64),
+)
+SHARED = replace(ONE, family="qwen2_moe", experts=Experts(count=4, per_token=2, mlp_size=64, shared_size=512))
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 4, "group": 64},
     "gptq": {"bits": 4, "group": 64},
@@ -75,6 +86,12 @@ def test_a_layer(method: str, spec: ModelSpec, rows: int, length: int, phase: Ph
     ledger = compression_ledger(spec, recipe, rows, length)
     assert phase is None or ledger.fullest() == (phase, 0)
     assert ledger.peak_allocated_bytes() == pytest.approx(tracer.trace.replay().peak_allocated_bytes, rel=0.07)
+
+
+@pytest.mark.parametrize("spec", [LATENT, SHARED], ids=lambda spec: spec.family)
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_layers_of_other_shapes(spec: ModelSpec, method: str) -> None:
+    test_a_layer(method, spec, 2, 256, None)
 
 
 @contextmanager

@@ -29,16 +29,13 @@ CASES: dict[str, tuple[str, Recipe | KeptShape]] = {
     "gemma2": ("gemma2", recipe_of("gptq", bits=4, group=8)),
     "gemma3": ("gemma3", recipe_of("mxfp4", layers=("*.attention.[qkv]",))),
     "experts": ("qwen3_moe", recipe_of("rtn", bits=4, group=4)),
+    "latent attention": ("deepseek_v3", recipe_of("gptq", bits=4, group=2)),
     "several widths": ("qwen2", MIXED),
     "signs": ("llama", recipe_of("binary", group=8)),
     "cut gpt-oss": ("gpt_oss", KeptShape(experts=4, heads=2)),
     "cut DeepSeek": ("deepseek_v3", KeptShape(layers=2, mlp=24)),
 }
-ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "draft": {"speculation": "draft"},
-    "lookup": {"speculation": "lookup"},
-}
+ENGINES: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"speculation": "draft"}}
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -17,6 +17,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.answer import Question, answer
 from tightfit.plan.cost import Costs
+from tightfit.report.plan import print_answer
 
 LISTING = "NVIDIA GeForce RTX 4090, 24564"
 MEASURED = Calibration(
@@ -86,7 +87,9 @@ def test_a_plan_carries_them_and_says_so() -> None:
     assert again.calibration == MEASURED
 
 
-def test_a_machine_without_a_gpu_is_its_cpu_once_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_is_its_cpu_once_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("tightfit.hardware.local._has_gpu", lambda: False)
     rates = {"products_tflop_s": {"fp32": 0.1}, "attention_tflop_s": {"fp32": (0.05, 0.05)}}
     write_calibration(replace(MEASURED, device=CPU, copy_gb_s=20.0, layer_launch_ms=0.0, **rates))  # type: ignore[arg-type]
@@ -98,6 +101,12 @@ def test_a_machine_without_a_gpu_is_its_cpu_once_measured(monkeypatch: pytest.Mo
     assert found.plan.levers.offload == "none"
     # 6 × 0.75 million weights × 2048 tokens at 0.1 TFLOP/s take 0.09 s.
     assert 0.05 < found.plan.step_seconds < 0.5
+    assert not {line.component for line in found.plan.ledger.lines} & {"cuda context", "workspace"}
+    assert found.plan.gpu_peak_bytes == found.plan.ledger.peak_bytes()
+    print_answer(found, as_json=False, extra={}, said=[])
+    told = capsys.readouterr().out
+    assert "the CPU, micro-batch" in told
+    assert "GPU" not in told
 
 
 def test_measuring_again_keeps_the_exchanges_that_the_doctor_measured() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.inputs import InputStatistics, output_error
-from tightfit.compress.linear_sets import LinearSet, linear, move_scale
+from tightfit.compress.linear_sets import LinearSet
+from tightfit.compress.moving_scales import linear, move_scale
 from tightfit.models.decoder import Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.ranges import fit_grid

@@ -34,7 +34,7 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import load_source_tokenizer
-from tightfit.models.quantized.directory import module_schemes, shapes_of, tensors_to_write
+from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
@@ -72,8 +72,6 @@ class _Compression:
         self.job = job = replace(job, recipe=settled_for(job.recipe, self.spec))
         if self.spec.sinks:
             raise UserError(f"{self.spec.family} models have biased experts, which are not compressed; take another")
-        if self.spec.latent is not None:
-            raise UserError(f"{self.spec.family} models have latent attention, which is not compressed; take another")
         self.written_spec = self.spec if rotate is None else rotated_spec(self.spec)
         if rotate is not None:
             self.parts.rotation = Rotation(self.spec, rotate.seed)
@@ -127,6 +125,7 @@ class _Compression:
             return config
         theirs, plain = module_schemes(self.written_spec, self.schemes)
         self.form.check(theirs)
+        self.form.check_shapes(theirs, module_shapes(self.written_spec))
         return {**config, "quantization_config": self.form.config(theirs, plain)}
 
     def _tokenizer(self) -> Tokenizer | None:

@@ -17,9 +17,10 @@ from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.job import ShrinkingJob
-from tightfit.compress.linear_sets import linear, linear_sets
+from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, factor, singular_energies
 from tightfit.compress.matrices import matrices
+from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, through
 from tightfit.compress.report import CompressionReport
 from tightfit.compress.rewriting import LayerRewriting, Rewritten
@@ -52,7 +53,7 @@ class _Factoring(LayerRewriting):
             raise UserError(f"--keep is {self.job.keep}; it is the share of the matrices' numbers that stays, below 1")
         self.names = factored_names(self.spec)
         self.shapes = {name: (outputs, inputs) for name, (_, outputs, inputs) in matrices(self.spec).items()}
-        if not self.names.keys() >= self.shapes.keys():
+        if self.spec.latent is not None or not self.names.keys() >= self.shapes.keys():
             raise UserError(
                 f"files of {self.spec.family} models stack or transpose matrices, or hold experts or latent attention, "
                 "which are not factored; take another method"

@@ -16,8 +16,9 @@ from tightfit.compress.calibration import Calibration
 from tightfit.compress.column_rounding import ColumnBlock, round_columns
 from tightfit.compress.gguf_blocks import CODERS, fit_rows, pack_rows
 from tightfit.compress.gptq import inverse_factor, without_dead
-from tightfit.compress.linear_sets import linear, linear_sets
+from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.model_parts import ModelParts
+from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, through
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.scheme import Scheme

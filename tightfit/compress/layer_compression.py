@@ -19,7 +19,8 @@ from tightfit.compress.awq import code_clipped, scale_channels
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.learned_rounding import LayerTask, learn_rounding
-from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear, linear_sets
+from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear_sets
+from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, through
 from tightfit.compress.pruning import prune_weight
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step

@@ -1,17 +1,13 @@
 """The linear layers of a decoder layer in the order they are computed, those with one input together.
 
 Methods that move magnitude between activations and weights (AWQ, SmoothQuant) multiply the input channels of a set by s
-and divide what makes those channels by s: a norm's weight, or the rows of the layer before. Nothing else changes.
+and divide what makes those channels by s: a norm's weight, or the rows of the layer before (moving_scales.py). Nothing
+here imports torch.
 """
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
-from tightfit.models.decoder import Layer
-from tightfit.models.norm import LayerNorm, RmsNorm
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Latent, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -24,11 +20,7 @@ class LinearSet:
 
 def linear_sets(spec: ModelSpec, layer: int) -> list[LinearSet]:
     """The sets of a layer. Routers stay as they are; stacked experts are not linear layers and come apart."""
-    values_are_heads = spec.heads == spec.kv_heads
-    made = [
-        LinearSet(("attention.q", "attention.k", "attention.v"), "attention_norm"),
-        LinearSet(("attention.o",), "attention.v" if values_are_heads else None),
-    ]
+    made = _attention_sets(spec) if spec.latent is None else _latent_sets(spec.latent)
     if not spec.is_routed(layer):
         inner = ("mlp.gate", "mlp.up") if spec.gated else ("mlp.up",)
         return [*made, LinearSet(inner, "mlp_norm"), LinearSet(("mlp.down",), "mlp.up" if spec.gated else None)]
@@ -40,27 +32,19 @@ def linear_sets(spec: ModelSpec, layer: int) -> list[LinearSet]:
     return made
 
 
+def _attention_sets(spec: ModelSpec) -> list[LinearSet]:
+    values_are_heads = spec.heads == spec.kv_heads
+    return [
+        LinearSet(("attention.q", "attention.k", "attention.v"), "attention_norm"),
+        LinearSet(("attention.o",), "attention.v" if values_are_heads else None),
+    ]
+
+
+def _latent_sets(latent: Latent) -> list[LinearSet]:
+    """kv_b stays as it is (matrices.py), and so do the values that it makes."""
+    first = "attention.q_a" if latent.query_rank else "attention.q"
+    queries = [LinearSet(("attention.q_b",), "attention.q_a_norm")] if latent.query_rank else []
+    return [LinearSet((first, "attention.kv_a"), "attention_norm"), *queries, LinearSet(("attention.o",), None)]
+
+
 EXPERT_STACKS = ("mlp.experts.gate", "mlp.experts.up", "mlp.experts.down")
-
-
-def linear(layer: Layer, name: str) -> nn.Linear:
-    """The linear layer `name`."""
-    found = layer.get_submodule(name)
-    assert isinstance(found, nn.Linear), f"{name} is quantized already"
-    return found
-
-
-@torch.no_grad()
-def move_scale(layer: Layer, group: LinearSet, scale: Tensor) -> None:
-    """Multiply input channels of the set by `scale` and divide what makes them by it."""
-    assert group.before is not None
-    for name in group.names:
-        linear(layer, name).weight.mul_(scale)
-    before = layer.get_submodule(group.before)
-    if isinstance(before, RmsNorm):
-        before.weight.add_(before.offset).div_(scale).sub_(before.offset)
-        return
-    assert isinstance(before, LayerNorm | nn.Linear)
-    before.weight.div_(scale if isinstance(before, LayerNorm) else scale[:, None])
-    if before.bias is not None:
-        before.bias.div_(scale)

@@ -26,6 +26,7 @@ SmoothQuant are searched while the second moments of all sets of layers are ther
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.matrices import matrices, matrices_of_layer
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.memory.ledger import Ledger, Line
@@ -164,10 +165,10 @@ def _batch_bytes(spec: ModelSpec, rows: int, length: int) -> int:
 
 
 def _width(spec: ModelSpec) -> int:
-    """MLP channels that a token goes through."""
+    """MLP channels that a token goes through at a time: of a dense layer, its experts, or the shared one after them."""
     if spec.experts is None:
         return spec.mlp_size
-    return max(spec.mlp_size, spec.experts.per_token * spec.experts.mlp_size)
+    return max(spec.mlp_size, spec.experts.per_token * spec.experts.mlp_size, spec.experts.shared_size)
 
 
 def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, length: int) -> Sequence[Line]:
@@ -286,13 +287,6 @@ def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[
 
 
 def _scaled_sets(spec: ModelSpec, layer: int) -> list[tuple[str, ...]]:
-    """Matrices of one input whose scale can go into what stands before them (linear_sets.py)."""
-    prefix = f"layers.{layer}."
-    found = [tuple(f"{prefix}attention.{name}" for name in "qkv")]
-    if spec.heads == spec.kv_heads:
-        found.append((f"{prefix}attention.o",))
-    if not spec.is_routed(layer):
-        inner = ("gate", "up") if spec.gated else ("up",)
-        found.append(tuple(f"{prefix}mlp.{name}" for name in inner))
-        found += [(f"{prefix}mlp.down",)] if spec.gated else []
-    return found
+    """Matrices of one input whose scale can go into what stands before them."""
+    sets = [group.names for group in linear_sets(spec, layer) if group.before is not None]
+    return [tuple(f"layers.{layer}.{name}" for name in names) for names in sets]

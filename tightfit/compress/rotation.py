@@ -9,7 +9,7 @@ cost nothing at run time). Each head's values are rotated too: v → R_h · v, o
 largest power of two in the width, times a random orthogonal matrix of what remains, with random signs.
 
 Files get an output projection of their own where the embedding was tied to it. Norms after attention and MLP (Gemma 2
-and 3) and LayerNorm (GPT-2), which takes a mean, do not commute with R.
+and 3) and LayerNorm (GPT-2), which takes a mean, do not commute with R. Latent attention (DeepSeek) has other heads.
 """
 
 from dataclasses import replace
@@ -29,8 +29,12 @@ READERS = ("gate", "up", "router", "shared_gate")
 
 def rotated_spec(spec: ModelSpec) -> ModelSpec:
     """The shape of the rotated model."""
-    if spec.norm == "layer" or spec.sandwich_norms:
-        reason = "LayerNorm, which takes a mean" if spec.norm == "layer" else "norms after its layers"
+    reasons = {
+        "LayerNorm, which takes a mean": spec.norm == "layer",
+        "norms after its layers": spec.sandwich_norms,
+        "latent attention": spec.latent is not None,
+    }
+    for reason in (reason for reason, is_so in reasons.items() if is_so):
         raise UserError(f"a {spec.family} model has {reason}, and cannot be rotated; leave the rotation out")
     return replace(spec, tied=False)
 

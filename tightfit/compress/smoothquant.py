@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tightfit.compress.activation_scales import scale_of_inputs
 from tightfit.compress.inputs import InputStatistics
-from tightfit.compress.linear_sets import LinearSet, linear, move_scale
+from tightfit.compress.linear_sets import LinearSet
+from tightfit.compress.moving_scales import linear, move_scale
 from tightfit.compress.recipe import Step
 from tightfit.models.decoder import Layer
 from tightfit.models.quantized.linear import rounded
@@ -20,7 +21,7 @@ from tightfit.models.quantized.ranges import RangeRule, fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
 STRENGTHS = tuple(i / 20 for i in range(5, 19))
-BEHIND_NORMS = ("attention_norm", "mlp_norm")
+BEHIND_NORMS = ("attention_norm", "attention.q_a_norm", "mlp_norm")
 
 
 @torch.no_grad()

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.compress.inputs import output_error
-from tightfit.compress.linear_sets import EXPERT_STACKS, linear
+from tightfit.compress.linear_sets import EXPERT_STACKS
+from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, run_layer, through
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder, Layer

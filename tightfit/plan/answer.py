@@ -79,7 +79,7 @@ class Question:
             machine=self.machine,
             layout=candidate.layout,
             levers=candidate.levers,
-            ledger=training_ledger(self.workload, candidate.layout, candidate.levers),
+            ledger=training_ledger(self.workload, candidate.layout, candidate.levers, self.space.overheads),
             time=candidate.time,
             gpu_peak_bytes=candidate.gpu_bytes,
             host_peak_bytes=candidate.host_peak_bytes,

@@ -6,8 +6,8 @@ from tightfit.jobs.projections import PROJECTIONS
 from tightfit.jobs.workload import Workload
 
 
-def describe_layout(layout: Layout) -> str:
-    """`pipeline 4 (1f1b) × data 8 (ZeRO-1) × tensor 8, micro-batch 2`."""
+def describe_layout(layout: Layout, *, alone: str = "one GPU") -> str:
+    """`pipeline 4 (1f1b) × data 8 (ZeRO-1) × tensor 8, micro-batch 2`; `alone` where nothing is split."""
     parts = []
     if layout.pipeline > 1:
         pieces = f" × {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
@@ -19,7 +19,7 @@ def describe_layout(layout: Layout) -> str:
         if (degree := getattr(layout, axis)) > 1:
             parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else _mesh(layout)}")
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
-    return f"{' × '.join(parts) or 'one GPU'}{experts}, micro-batch {layout.micro_batch}"
+    return f"{' × '.join(parts) or alone}{experts}, micro-batch {layout.micro_batch}"
 
 
 def describe_adapters(workload: Workload) -> str:

@@ -13,7 +13,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
-from tightfit.memory.formulas.overheads import Overheads
+from tightfit.memory.formulas.overheads import ON_CPU
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
@@ -28,7 +28,6 @@ SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
 PLAIN: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16")
 
 CPU_ELEMENT_BYTES = 4
-ON_CPU = Overheads(context_bytes=0, workspace_bytes=0)
 
 
 @dataclass(frozen=True, kw_only=True)

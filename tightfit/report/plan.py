@@ -60,18 +60,18 @@ def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], sai
 
 
 def _verdict(plan: Plan) -> Text:
-    room = plan.machine.accelerator.memory_bytes
+    room, each = plan.machine.accelerator.memory_bytes, "" if plan.machine.is_cpu else " a GPU"
     text = Text(f"{plan.model} on {plan.machine.text}: ", style="bold")
     if plan.fits:
         text.append("fits", style="bold green")
         if plan.machine.host_bytes is None and plan.training_host_bytes > 2**30:
             text.append(f" if a node's host has {gib(plan.host_peak_bytes)}", style="bold yellow")
-        text.append(f", {gib(plan.gpu_peak_bytes)} of {gib(room)} a GPU")
+        text.append(f", {gib(plan.gpu_peak_bytes)} of {gib(room)}{each}")
         text.append(f", {_seconds(plan.step_seconds)} a step, {count_name(plan.tokens_per_second)} tokens/s")
         return text
     text.append("does not fit", style="bold red")
     if plan.missing_gpu_bytes > 0:
-        text.append(f", {gib(plan.missing_gpu_bytes)} too much for {gib(room)} a GPU")
+        text.append(f", {gib(plan.missing_gpu_bytes)} too much for {gib(room)}{each}")
     if plan.missing_host_bytes > 0:
         text.append(f", the host of a node is {gib(plan.missing_host_bytes)} short")
     return text.append(" in the nearest plan")
@@ -81,7 +81,7 @@ def _facts(answer: Answer) -> Table:
     plan = answer.plan
     table = Table.grid(padding=(0, 2))
     rows = [
-        ("layout", describe_layout(plan.layout)),
+        ("layout", describe_layout(plan.layout, alone="the CPU" if plan.machine.is_cpu else "one GPU")),
         ("levers", describe_levers(plan.levers)),
         ("precision", plan.workload.precision),
         *((("adapters", said),) if (said := describe_adapters(plan.workload)) else ()),

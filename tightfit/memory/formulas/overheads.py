@@ -49,3 +49,4 @@ class Overheads:
 
 
 DEFAULT = Overheads()
+ON_CPU = Overheads(context_bytes=0, workspace_bytes=0)

@@ -60,7 +60,7 @@ def peaks(
     return Peaks(engine_overheads(workload, overheads).with_these(gpu_bytes), host_bytes, saved_bytes)
 
 
-def least_peaks(workload: Workload, layout: Layout, levers: Levers) -> Peaks:
+def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
     """A lower bound of `peaks` without activations: states, and gradients beside them when the optimizer begins, of
     the first pipeline rank."""
     span = rank_spans(workload.spec, workload.sequence_length, layout)[0]
@@ -70,7 +70,7 @@ def least_peaks(workload: Workload, layout: Layout, levers: Levers) -> Peaks:
     gpu_state_bytes, host_state_bytes = state_bytes(states.resident), state_bytes(states.host)
     allocated_bytes = gpu_state_bytes + waiting_bytes + frozen_bytes(workload)
     return Peaks(
-        gpu_bytes=engine_overheads(workload, DEFAULT).with_these(allocated_bytes),
+        gpu_bytes=engine_overheads(workload, overheads).with_these(allocated_bytes),
         host_bytes=host_state_bytes,
         saved_bytes=gpu_state_bytes + (host_state_bytes if layout.ranks > 1 else 0),
     )

@@ -212,6 +212,16 @@ def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict
     return made, plain
 
 
+def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of every matrix of the layers, by Hugging Face's module names."""
+    shapes, made = shapes_of(spec), {}
+    for link in written_links(spec, [name for name in shapes if name.startswith("layers.")]):
+        shape = plain_files._shape(link, shapes)
+        if len(shape) == 2:
+            made[link.theirs.removesuffix(".weight")] = shape[::-1] if link.transposed else shape
+    return made
+
+
 def _without(name: str, ends: tuple[str, ...]) -> str:
     """`name` without the longest of these endings."""
     return name.removesuffix(max((end for end in ends if name.endswith(end)), key=len))

@@ -201,10 +201,20 @@ def expanded_bytes(spec: ModelSpec, scheme: Scheme) -> int:
 
     All experts of a layer are expanded for its length, and one of the three stacks twice as it is put together.
     """
-    sets = [(spec.query_size + 2 * spec.kv_size, spec.hidden_size), (spec.hidden_size, spec.query_size)]
+    sets = [*_attention_products(spec), (spec.hidden_size, spec.output_size)]
     if spec.experts is None or any(not spec.is_routed(i) for i in range(spec.layers)):
         sets += [((1 + spec.gated) * spec.mlp_size, spec.hidden_size), (spec.hidden_size, spec.mlp_size)]
     largest = max(scheme.expanded_bytes(outputs, inputs) for outputs, inputs in sets)
     if spec.experts is None:
         return largest
     return max(largest, 4 * PLAIN_BYTES * spec.experts.count * spec.experts.mlp_size * spec.hidden_size)
+
+
+def _attention_products(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Outputs and inputs of what makes queries, keys and values; those of latent attention are multiplied apart."""
+    if spec.latent is None:
+        return [(spec.query_size + 2 * spec.kv_size, spec.hidden_size)]
+    first = (spec.latent.kv_rank + spec.latent.rope_dim, spec.hidden_size)
+    rank = spec.latent.query_rank
+    queries = [(rank, spec.hidden_size), (spec.query_size, rank)] if rank else [(spec.query_size, spec.hidden_size)]
+    return [first, *queries]

@@ -73,6 +73,7 @@ class Pricing:
 
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.costs = space, Costs(space.workload, space.machine)
+        self.overheads = space.overheads
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
         self._least: dict[tuple[object, ...], Peaks] = {}
         self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
@@ -81,7 +82,7 @@ class Pricing:
     def candidate(self, layout: Layout, levers: Levers) -> Candidate:
         """A layout with levers."""
         if (layout, levers) not in self._candidates:
-            self._remember(layout, levers, peaks(self.space.workload, layout, levers))
+            self._remember(layout, levers, peaks(self.space.workload, layout, levers, self.overheads))
         return self._candidates[layout, levers]
 
     def ranking_s(self, layout: Layout, levers: Levers) -> float:
@@ -94,7 +95,7 @@ class Pricing:
         if key not in self._candidates:
             if not self.may_fit(layout, levers, share) or self._rank_bytes.get(key, 0) > room_bytes:
                 return False
-            needed = peaks(self.space.workload, layout, levers, room_bytes=room_bytes)
+            needed = peaks(self.space.workload, layout, levers, self.overheads, room_bytes=room_bytes)
             if needed.gpu_bytes > room_bytes:
                 self._rank_bytes[key] = needed.gpu_bytes
                 return False
@@ -126,7 +127,7 @@ class Pricing:
         """A lower bound without activations, which many micro-batches, schedules and levers share."""
         key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
         if key not in self._least:
-            self._least[key] = least_peaks(self.space.workload, layout, levers)
+            self._least[key] = least_peaks(self.space.workload, layout, levers, self.overheads)
         return self._least[key]
 
     def _ranks_here(self, layout: Layout) -> int:

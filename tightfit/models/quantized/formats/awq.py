@@ -32,11 +32,14 @@ class Awq(FileFormat):
             else "it has 4-bit integers in groups only, without outliers"
         )
 
+    def refuse_shape(self, outputs: int, inputs: int, scheme: Scheme) -> str | None:
+        return f"{outputs} outputs fill no whole words of 4-bit codes, as AWQ needs" if outputs % 8 else None
+
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
         if weight.group_of is not None:
             raise UserError("AWQ's format has no groups out of order; quantize without act_order: groups")
-        if weight.shape[0] % 8:
-            raise UserError(f"{weight.shape[0]} outputs fill no whole words of 4-bit codes, as AWQ needs")
+        if (why := self.refuse_shape(*weight.shape, weight.scheme)) is not None:
+            raise UserError(why)
         zero = (
             weight.zero if weight.zero is not None else weight.scale.new_full(weight.scale.shape, weight.scheme.middle)
         )

@@ -43,6 +43,10 @@ class FileFormat(ABC):
         """Why it cannot hold this module, however that is coded, or None if it can."""
         return None
 
+    def refuse_shape(self, outputs: int, inputs: int, scheme: Scheme) -> str | None:
+        """Why it cannot hold a matrix of this shape, coded so, or None if it can."""
+        return None
+
     @abstractmethod
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
         """The tensors of a module, by suffix."""
@@ -85,6 +89,12 @@ class FileFormat(ABC):
         for module, scheme in schemes.items():
             if (why := self.refuse(scheme) or self.refuse_module(module)) is not None:
                 raise UserError(f"{module} is {scheme.describe()}, which the {self.name} format cannot hold: {why}")
+
+    def check_shapes(self, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]) -> None:
+        """Refuse modules whose matrices [outputs, inputs] this format cannot hold."""
+        for module, scheme in schemes.items():
+            if (why := self.refuse_shape(*shapes[module], scheme)) is not None:
+                raise UserError(f"{module} cannot be written in the {self.name} format: {why}")
 
 
 def one_scheme(schemes: Mapping[str, Scheme], name: str) -> Scheme:

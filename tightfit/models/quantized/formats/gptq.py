@@ -39,10 +39,15 @@ class Gptq(FileFormat):
             return f"it has {', '.join(map(str, GPTQ_BITS))} bits"
         return "it has a scale per row at least" if scheme.group < 0 else None
 
+    def refuse_shape(self, outputs: int, inputs: int, scheme: Scheme) -> str | None:
+        if inputs * scheme.bits % 32 == outputs * scheme.bits % 32 == 0:
+            return None
+        return f"a matrix of {outputs} × {inputs} fills no whole words of {scheme.bits}-bit codes, as GPTQ needs"
+
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
         bits, (outputs, inputs) = weight.scheme.bits, weight.shape
-        if inputs * bits % 32 or outputs * bits % 32:
-            raise UserError(f"a matrix of {outputs} × {inputs} fills no whole words of {bits}-bit codes, as GPTQ needs")
+        if (why := self.refuse_shape(outputs, inputs, weight.scheme)) is not None:
+            raise UserError(why)
         groups = weight.scheme.groups(inputs)
         zero = (
             weight.zero if weight.zero is not None else weight.scale.new_full(weight.scale.shape, weight.scheme.middle)
