@@ -83,21 +83,22 @@ def _seconds(do: Callable[[], object]) -> float:
 
 def _forms() -> Iterator[tuple[ReadAs, list[Weight]]]:
     """Weights in each form that this CPU multiplies by, more than caches hold of them."""
-    matrix, codes = torch.randn(OUTPUTS, INPUTS) * 0.02, torch.randint(16, (OUTPUTS, INPUTS))
+    matrix = torch.randn(OUTPUTS, INPUTS) * 0.02
     yield "fp32", [PlainWeight(matrix.clone(), None) for _ in range(_copies(4.0))]
     if cpu_has_products():
         yield "fp16", [halved(PlainWeight(matrix, None)) for _ in range(_copies(2.0))]
     if takes_int4(OUTPUTS, INPUTS, 4, GROUP):
-        yield "int4", [_int4_weight(codes) for _ in range(_copies(0.5))]
+        packed = pack_int4(torch.randint(16, (OUTPUTS, INPUTS)))
+        yield "int4", [_int4_weight(packed.clone()) for _ in range(_copies(0.5))]
 
 
 def _copies(weight_bytes: float) -> int:
     return math.ceil(BEYOND_CACHES_BYTES / (weight_bytes * OUTPUTS * INPUTS))
 
 
-def _int4_weight(codes: Tensor) -> Int4Weight:
+def _int4_weight(packed: Tensor) -> Int4Weight:
     scale = torch.full((OUTPUTS, INPUTS // GROUP), 0.01)
-    return Int4Weight(pack_int4(codes), int4_scales(scale, None), scale, None, 8, GROUP, int4_product(), None)
+    return Int4Weight(packed, int4_scales(scale, None), scale, None, 8, GROUP, int4_product(), None)
 
 
 def _curve(weights: list[Weight]) -> Curve:
