@@ -26,6 +26,14 @@ def test_words_are_one_stream_of_bits(bits: int, count: int) -> None:
     assert torch.equal(unpack(words, bits, count), codes.to(torch.uint8))
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_rows_of_one_word_that_were_columns(bits: int) -> None:
+    """As zero points of few outputs are stored: turned round, they need not lie in memory word by word."""
+    codes = (torch.arange(5 * (32 // bits)).view(5, -1) % 2**bits).to(torch.uint8)
+    turned = pack(codes, bits).T.contiguous().T
+    assert torch.equal(unpack(turned.as_strided((5, 1), (1, 5)), bits, codes.shape[1]), codes)
+
+
 def test_awq_interleaves_eight_codes() -> None:
     codes = torch.arange(8)[None]
     word = sum(code << (4 * AWQ_ORDER.index(code)) for code in range(8))

@@ -8,6 +8,7 @@ from tests.compress.test_compression import FAMILIES
 from tests.jobs.test_load import alias_bomb
 from tightfit.compress.bit_choice import settled_for
 from tightfit.compress.recipe import Step, read_recipe, recipe_of
+from tightfit.compress.rotation import rotated_spec
 from tightfit.errors import UserError
 
 
@@ -54,3 +55,11 @@ def test_codes_of_models_with_experts_are_symmetric_unless_said(symmetric: bool 
     assert step.symmetric is wanted
     assert settled_for(recipe_of("gptq", bits=4), FAMILIES["gemma2"]).steps[0].symmetric is None
     assert settled_for(recipe_of("spqr"), FAMILIES["qwen3_moe"]).steps == (Step(method="spqr"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("gpt2", "LayerNorm"), ("gemma2", "norms after"), ("deepseek_v3", "latent")]
+)
+def test_families_that_cannot_be_rotated(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=rf"a {name} model has {said}.* cannot be rotated"):
+        rotated_spec(FAMILIES[name])

@@ -35,6 +35,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 
@@ -65,33 +66,44 @@ class _Compression:
     def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
         job.require()
         self.began = time.monotonic()
-        rotate = job.recipe.rotation
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
         self.job = job = replace(job, recipe=settled_for(job.recipe, self.spec))
-        if self.spec.sinks:
-            raise UserError(f"{self.spec.family} models have biased experts, which are not compressed; take another")
-        self.written_spec = self.spec if rotate is None else rotated_spec(self.spec)
-        if rotate is not None:
-            self.parts.rotation = Rotation(self.spec, rotate.seed)
-        job.recipe.require_named(matrices(self.spec))
-        self.schemes = schemes(self.spec, job.recipe)
-        if not pruned(self.spec, job.recipe) and not self.schemes:
-            raise UserError("the recipe keeps every layer as it is; let a step after the last keep code or prune some")
-        if not self.schemes and job.format is not None:
-            raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
+        self.written_spec = self._rotated()
+        self.schemes = self._chosen_schemes()
         self.form = choose_format(self.schemes, job.format, job.recipe)
+        self.config = self._config()  # refused before any text is read, if it cannot be said
         self.calibration = job.read_calibration(self.spec) if job.data else None
         writes = self.calibration is None and job.recipe.is_calibrated
         self.predicted = self._predicted(writes=writes)
-        self.config = self._config()  # refused before work, if it cannot be said
         announce(self.predicted)
         if writes:
             self.calibration = job.read_calibration(self.spec)
         names = shapes_of(self.spec)
         self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
+
+    def _rotated(self) -> ModelSpec:
+        """The shape of the result; parts are rotated from now on as they are read, where the recipe says so."""
+        if (step := self.job.recipe.rotation) is None:
+            return self.spec
+        written = rotated_spec(self.spec)
+        self.parts.rotation = Rotation(self.spec, step.seed)
+        return written
+
+    def _chosen_schemes(self) -> dict[str, Scheme]:
+        """How every matrix is coded; a sentence where the recipe does nothing to this model, or cannot."""
+        job, spec = self.job, self.spec
+        if spec.sinks:
+            raise UserError(f"{spec.family} models have biased experts, which are not compressed; take another")
+        job.recipe.require_named(matrices(spec))
+        chosen = schemes(spec, job.recipe)
+        if not pruned(spec, job.recipe) and not chosen:
+            raise UserError("the recipe keeps every layer as it is; let a step after the last keep code or prune some")
+        if not chosen and job.format is not None:
+            raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
+        return chosen
 
     def _predicted(self, *, writes: bool) -> CompressionCost:
         """With the rows that there are, or those that the model will write."""

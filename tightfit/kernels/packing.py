@@ -44,12 +44,13 @@ def _to_bytes(codes: Tensor, bits: int) -> Tensor:
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` codes, uint8, of each row of int32 words: the inverse of `pack`."""
     rows = words.shape[0]
+    # A column of one word counts as contiguous whatever its strides are, and could not be viewed as bytes.
+    stream = words.contiguous().flatten().view(torch.uint8).view(rows, -1)
     if bits == 8:
-        return words.contiguous().view(torch.uint8)[:, :count]
+        return stream[:, :count]
     if bits == 4:
-        halves = words.contiguous().view(torch.uint8)
-        return torch.stack((halves & 15, halves >> 4), dim=-1).view(rows, -1)[:, :count]
-    return _from_bytes(words.contiguous().view(torch.uint8), bits)[:, :count]
+        return torch.stack((stream & 15, stream >> 4), dim=-1).view(rows, -1)[:, :count]
+    return _from_bytes(stream, bits)[:, :count]
 
 
 def _from_bytes(stream: Tensor, bits: int) -> Tensor:
