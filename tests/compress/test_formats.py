@@ -177,7 +177,7 @@ def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, t
 
 
 @pytest.mark.parametrize("scheme", [NF4_SCHEME, INT8_SCHEME], ids=Scheme.describe)
-def test_experts_that_transformers_would_draw_anew(scheme: Scheme) -> None:
-    """It stacks experts as it loads them, and passes over bitsandbytes' codes of them without an error."""
-    with pytest.raises(UserError, match=r"experts.0.up_proj .*would pass over the codes of experts; keep those"):
+def test_experts_that_transformers_cannot_use(scheme: Scheme) -> None:
+    """It stacks experts as it loads them: NF4's codes fail there, and those of LLM.int8 lose their scales."""
+    with pytest.raises(UserError, match=r"experts.0.up_proj .*cannot use the codes of experts; keep those"):
         BitsAndBytes().check({"model.layers.0.mlp.experts.0.up_proj": scheme})

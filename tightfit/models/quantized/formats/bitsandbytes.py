@@ -62,7 +62,7 @@ class BitsAndBytes(FileFormat):
         return None if scheme in (NF4_SCHEME, INT8_SCHEME) else "it has NF4 and LLM.int8 only"
 
     def refuse_module(self, module: str) -> str | None:
-        reason = "transformers would pass over the codes of experts; keep those, by a step for '*.experts.*'"
+        reason = "transformers cannot use the codes of experts; keep those, by a step for '*.experts.*'"
         return reason if ".experts." in module else None
 
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
