@@ -26,7 +26,7 @@ from tightfit.train.checkpoints import directory
 from tightfit.train.evaluation import Evaluation
 from tightfit.train.loop import run_job
 from tightfit.train.run_directory import REPLACED, Start, decide, recover
-from tightfit.writer_lock import LOCK_FILE, locked
+from tightfit.writer_lock import LOCK_FILE, locked, refuse_if_locked
 
 
 def test_the_old_run_goes_when_the_new_one_has_a_checkpoint(
@@ -137,6 +137,18 @@ def test_a_directory_takes_one_run_at_a_time(make_small: Callable[..., Job], tmp
     assert sentences.count("began") == 1
     holder = f"is being written by process {os.getpid()} on "
     assert sum(holder in sentence for sentence in sentences) == len(jobs) - 1, sentences
+
+
+def test_a_run_that_begins_while_another_looks_is_the_reason(
+    make_small: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_small()
+    asked = refuse_if_locked
+    with run_directory.opened(job, decide(job.output, Start()), Start()):
+        turns = iter((lambda output: None, asked))  # the first time nobody was there yet
+        monkeypatch.setattr(run_directory, "refuse_if_locked", lambda output: next(turns)(output))
+        with pytest.raises(UserError, match="is being written by process"):
+            decide(job.output, Start())
 
 
 def test_a_second_run_is_told_of_the_first_before_it_does_anything(

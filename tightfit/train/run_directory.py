@@ -65,7 +65,11 @@ def decide(output: Path, start: Start) -> Decision:
     """What `start` means in `output`, or a sentence; nothing is written."""
     _refuse_unwritable(output)
     refuse_if_locked(output)
-    return _decision(output, start)
+    try:
+        return _decision(output, start)
+    except UserError:
+        refuse_if_locked(output)  # one that began just now is why
+        raise
 
 
 def _decision(output: Path, start: Start) -> Decision:
