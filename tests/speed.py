@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +19,8 @@ TURNS = 1_000_000
 
 @cache
 def million_turns_s() -> float:
-    """Of processor time: the fastest of five, as the first ones may find cold caches."""
+    """Of processor time: the fastest of five, as the first ones may find cold caches; a trace would slow them."""
+    assert not tracemalloc.is_tracing()
     return min(_timed_loop() for _ in range(5))
 
 
@@ -32,9 +34,9 @@ def _timed_loop() -> float:
 @contextmanager
 def within_turns(millions: float) -> Iterator[None]:
     """What is done inside takes no more processor time than so many million turns."""
-    began = time.process_time()
+    unit_s, began = million_turns_s(), time.process_time()
     yield
-    took = (time.process_time() - began) / million_turns_s()
+    took = (time.process_time() - began) / unit_s
     assert took < millions, f"took {took:.0f} million turns of a loop, {millions:g} are allowed"
 
 
