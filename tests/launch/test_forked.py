@@ -201,6 +201,7 @@ if __name__ == "__main__":
     with forked.Forked(1, tell_of_imports, ({str(tmp_path)!r},), ["tests.launch.opened"]) as process:
         while process.wait():
             pass
+        assert not process.wait()  # a process may end between a look and the next
         assert not process.failures
 """
     (tmp_path / "program.py").write_text(code)

@@ -67,7 +67,8 @@ class Forked:
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Until one of those that run has ended, or `limit_s` have passed; whether any still runs."""
-        connection.wait([process.sentinel for process in self.running], limit_s)
+        if running := self.running:  # nothing to wait for would be waited for without end
+            connection.wait([process.sentinel for process in running], limit_s)
         return bool(self.running)
 
     @property
