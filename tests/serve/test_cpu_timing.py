@@ -45,6 +45,7 @@ def processor_seconds(engine: Engine, at_once: int, prompt: int, answer: int) ->
     return taken[0], statistics.median(taken[1:])
 
 
+@pytest.mark.thorough  # how near it comes depends on the CPU's caches: its own rows are in docs/serving.md
 @pytest.mark.parametrize("at_once", [1, 16])
 def test_predictions_are_of_the_order_of_what_is_measured(
     engine: Engine, at_once: int, monkeypatch: pytest.MonkeyPatch
