@@ -10,6 +10,7 @@ from tightfit.jobs.adapter import AdapterTraining, FrozenBase
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.fsdp2 import installed
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger, Phase
@@ -47,7 +48,7 @@ def both(
         precision=precision,
         adapted=AdapterTraining.model_validate(settings).adapted(),
     )
-    found = training_ledger(workload, layout, levers, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, levers, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     return found, rehearse(workload, layout, levers)
 
 
@@ -109,7 +110,7 @@ def test_codes_without_a_kernel_take_more_on_their_way() -> None:
         replace(workload, adapted=AdapterTraining(rank=16).adapted(FrozenBase(scheme=scheme)))
         for scheme in (Scheme(bits=4, group=64), Scheme(kind="nf4", bits=4, group=64))
     )
-    alone = Overheads(context_bytes=0, slack_share=0)
+    alone = Overheads(context_bytes=0, slack_share=0, fsdp2=installed())
     found, less = (training_ledger(each, layout, levers, alone).peak_allocated_bytes() for each in (unread, read))
     truth = rehearse(unread, layout, levers).peak_allocated_bytes()
     assert truth * 0.99 < found < truth * 1.03

@@ -10,6 +10,7 @@ from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.fsdp2 import installed
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Phase
@@ -55,7 +56,7 @@ def test_the_peak_is_the_simulations(name: str) -> None:
         precision=precision,  # type: ignore[arg-type]
     )
     given = Levers.model_validate(levers)
-    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, given)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.01)
     for phase in PHASES:

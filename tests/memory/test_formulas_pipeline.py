@@ -10,6 +10,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.cut import balanced, cut, head_operations, layer_operations
+from tightfit.memory.formulas.fsdp2 import installed
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "2bw-recomputed": ({"schedule": "2bw"}, {"checkpoint_every": 1}, 0.02),
     "replicas": ({"data": 2}, {}, 0.02),
     "zero-1": ({"data": 2, "zero": 1}, {}, 0.05),
+    "zero-bubble-zero-1": ({"schedule": "zero-bubble", "data": 2, "zero": 1}, {}, 0.05),
     "tensor": ({"tensor": 2}, {}, 0.05),
 }
 
@@ -37,7 +39,7 @@ def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
     layout, given = Layout.model_validate({"pipeline": 2, "micro_batch": 1, **fields}), Levers.model_validate(levers)
     spec = replace(preset("llama-3.1-8b"), layers=6)
     workload = Workload(spec=spec, sequence_length=1024, global_batch=4 * layout.data, precision="bf16")
-    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, given)
     stages = {line.rank for line in truth.lines}
     assert stages == {0, 1}
@@ -51,7 +53,7 @@ def test_the_last_stage_awaits_a_tied_embeddings_gradients() -> None:
     """Without a flush between steps it has gone on when the first stage sends them."""
     layout, spec = Layout(pipeline=2, micro_batch=1, schedule="2bw"), replace(preset("llama-3.2-1b"), layers=4)
     workload = Workload(spec=spec, sequence_length=512, global_batch=4, precision="bf16")
-    found = training_ledger(workload, layout, Levers(), Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, Levers(), Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, Levers())
     for stage in (0, 1):
         ours, theirs = (max(ledger.allocated_bytes(p, stage) for p in STEP) for ledger in (found, truth))
@@ -81,7 +83,7 @@ def test_nothing_is_summed_before_the_first_backward(name: str) -> None:
     spec = replace(preset("llama-3.1-8b"), layers=8)
     rows = layout.micro_batch * micro_batches * layout.data
     workload = Workload(spec=spec, sequence_length=2048, global_batch=rows, precision="bf16")
-    found = training_ledger(workload, layout, Levers(), Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, Levers(), Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, Levers())
     for stage in {line.rank for line in truth.lines}:
         ours, theirs = (max(ledger.allocated_bytes(p, stage) for p in STEP) for ledger in (found, truth))

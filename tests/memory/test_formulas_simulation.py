@@ -9,6 +9,7 @@ from tests.covering import covering, thorough
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.fsdp2 import installed
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Phase
@@ -78,7 +79,7 @@ def test_the_peak_is_the_simulations(
     given, levers_given = Layout.model_validate({"micro_batch": 2, **layout}), Levers.model_validate(levers)
     batch = 2 * given.data * accumulation
     workload = Workload(spec=spec, sequence_length=1024, global_batch=batch, precision=precision)
-    found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, given, levers_given)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.01)
     for phase in PHASES:
@@ -100,7 +101,7 @@ def test_gradients_that_wait_for_the_host_stop_growing(model: str, length: int, 
     )
     layout = Layout(micro_batch=1)
     levers = Levers(offload="weights", checkpoint_every=1, update_in_backward=True)
-    found = training_ledger(workload, layout, levers, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, levers, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, levers)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.01)
     assert found.allocated_bytes("backward") == pytest.approx(truth.allocated_bytes("backward"), rel=0.01)

@@ -9,6 +9,7 @@ from tests.covering import covering
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.fsdp2 import installed
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Phase
@@ -56,7 +57,7 @@ def test_the_peak_is_the_simulations(
     given, levers_given = Layout.model_validate({"micro_batch": 1, **layout}), Levers.model_validate(levers)
     batch = given.micro_batch * given.data * accumulation
     workload = Workload(spec=spec, sequence_length=length, global_batch=batch, precision=precision)
-    found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, given, levers_given)
     close = 0.01 if set(levers) & {"offload", "update_in_backward", "tiles"} else 0.05
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=close)

@@ -11,6 +11,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers import tiling
+from tightfit.memory.formulas.fsdp2 import installed
 from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.overheads import Overheads
@@ -46,7 +47,7 @@ def test_the_peak_is_the_simulations(model: str, length: int, levers: dict[str, 
     spec = replace(preset(model), layers=3, vocab_size=4096)
     workload = Workload(spec=spec, sequence_length=length, global_batch=1, precision=precision)
     layout, given = Layout(micro_batch=1), Levers.model_validate(levers)
-    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0))
+    found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, given)
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=0.01)
     for phase in ("forward", "loss", "backward", "optimizer"):

@@ -14,6 +14,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
+from tightfit.memory.formulas.overheads import INSTALLED
 from tightfit.memory.formulas.training import peaks
 from tightfit.plan.answer import Question, answer
 from tightfit.plan.search.search import search
@@ -57,7 +58,7 @@ def least_bytes(asked: Question) -> int:
     def needed(layout: Layout) -> Iterator[int]:
         for levers in sets:
             if asked.space.refusal(layout, levers) is None:
-                yield peaks(asked.workload, layout, levers).gpu_bytes
+                yield peaks(asked.workload, layout, levers, INSTALLED).gpu_bytes
 
     return min(needed_bytes for layout in asked.space.layouts() for needed_bytes in needed(layout))
 

@@ -33,6 +33,7 @@ from tightfit.parallel.expert import expert_parameters, share_expert_axes, sum_e
 from tightfit.parallel.mesh import sharding_axes
 from tightfit.parallel.pipeline_engine import BufferedStage, TimedWork, make_schedule
 from tightfit.parallel.pipeline_stage import Inputs, Stage, StageSpan, drop_other_stages, spans_of, stage_outputs
+from tightfit.parallel.shard_groups import shard_groups
 from tightfit.parallel.tensor import sum_partial_gradients
 
 BUCKET_BYTES = 64 * 2**20
@@ -66,6 +67,8 @@ def pipelined(model: Decoder, mesh: DeviceMesh, layout: Layout, precision: Preci
         for stage in stages:
             share_expert_axes(model, stage)
             shard(stage, sharding_axes(mesh), layout.zero, precision)
+            for group in () if layout.splits_backward else shard_groups(stage):
+                group.widen_when_done()
     return pipeline
 
 

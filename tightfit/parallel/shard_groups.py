@@ -69,6 +69,24 @@ class ShardGroup:
 
         group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
 
+    def widen_when_done(self) -> None:
+        """Widen whole gradients to which others will be added when all of the group's are there.
+
+        So do torch 2.11 to 2.14. Torch 2.15 widens each as it is made, so that in a first backward the layer at work
+        and the root (the output projection) have float32 ones beside the activations of all micro-batches.
+        """
+        group, set_dtypes = self.torch_group, getattr(self.torch_group, "_set_unsharded_grad_dtypes", None)
+        if set_dtypes is None:
+            return
+
+        def set_dtypes_later(defer_upcast: bool) -> None:
+            set_dtypes(defer_upcast)  # with False, when the group is done, it widens those that are there
+            for each in group._fsdp_params_with_wider_grad_dtype if defer_upcast else ():
+                if each.sharded_param.requires_grad:
+                    each._unsharded_param.grad_dtype = None  # that of whatever backward makes
+
+        group._set_unsharded_grad_dtypes = set_dtypes_later
+
     def gather_after(self, event: torch.cuda.Event | None) -> None:
         """The next all-gather begins after `event`."""
         streams = self.torch_group.comm_ctx

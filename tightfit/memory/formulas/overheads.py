@@ -8,11 +8,15 @@
   closed form: the simulation replays it. Here it is a flat share, a margin for planning.
 
 Not counted: NCCL's own buffers, which it takes from the driver when several ranks talk.
+
+Beside these it says which FSDP2 holds the tensors (fsdp2.py): unless told otherwise torch 2.11's, with which the truth
+tables were measured; plans are of the torch that is installed.
 """
 
 from dataclasses import dataclass
 
 from tightfit.errors import UserError
+from tightfit.memory.formulas.fsdp2 import OLDEST, Fsdp2, installed
 from tightfit.memory.ledger import Component, Line, Phase
 
 MIB = 2**20
@@ -25,6 +29,7 @@ class Overheads:
     context_bytes: int = 500 * MIB
     workspace_bytes: int = 2 * 32 * MIB
     slack_share: float = 0.05
+    fsdp2: Fsdp2 = OLDEST
 
     def __post_init__(self) -> None:
         for name in ("context_bytes", "workspace_bytes", "slack_share"):
@@ -49,4 +54,6 @@ class Overheads:
 
 
 DEFAULT = Overheads()
-ON_CPU = Overheads(context_bytes=0, workspace_bytes=0)
+INSTALLED = Overheads(fsdp2=installed())
+"""What plans are made with."""
+ON_CPU = Overheads(context_bytes=0, workspace_bytes=0, fsdp2=installed())

@@ -68,7 +68,9 @@ def rank_memory(
     states = resident_states(workload, layout, levers, stage.params, stage.layer_params, streamed_at_once)
     loss, teacher = _loss_and_teacher(workload, levers, shape)
     in_flight = _in_flight(layout, stage, loss, micro_batches, shape.stream_bytes)
-    weights = working_weights(layout, levers, stage, states, micro_batches, rounds=workload.rounding is not None)
+    weights = working_weights(
+        layout, levers, stage, states, micro_batches, overheads.fsdp2, rounds=workload.rounding is not None
+    )
     one_checkpoint_bytes = checkpoint_bytes(shape, levers) if stage.offloaded else 0
     memory = RankMemory(
         layout=layout,
@@ -77,14 +79,17 @@ def rank_memory(
         stage=stage,
         loss=loss,
         states=states,
-        gradients=make_gradients(
-            layout,
-            levers,
-            stage,
-            states,
-            sums_whole=weights.sums_whole,
-            summed_micro_batches=in_flight.summed_micro_batches,
-            share_with_sums=in_flight.share_with_sums,
+        gradients=_added_one_by_one(
+            weights,
+            make_gradients(
+                layout,
+                levers,
+                stage,
+                states,
+                sums_whole=weights.sums_whole,
+                summed_micro_batches=in_flight.summed_micro_batches,
+                share_with_sums=in_flight.share_with_sums,
+            ),
         ),
         weights=weights,
         other_micro_batches_bytes=in_flight.other_bytes,
@@ -113,7 +118,14 @@ def _second_backward(first: RankMemory, freed_bytes: int, micro_batches: int) ->
         summed_micro_batches=micro_batches,
     )
     other_bytes = max(0, first.other_micro_batches_bytes - freed_bytes)
-    return replace(first, gradients=gradients, other_micro_batches_bytes=other_bytes)
+    return replace(first, gradients=_added_one_by_one(first.weights, gradients), other_micro_batches_bytes=other_bytes)
+
+
+def _added_one_by_one(weights: WorkingWeights, gradients: Gradients) -> Gradients:
+    """Of `gradients` that FSDP2 adds to whole sums, none waits for the rest of its layer or for the root's."""
+    if not (weights.fsdp2.adds_one_by_one and weights.sums_whole and gradients.earlier_bytes):
+        return gradients
+    return gradients._replace(add_in_place=True, head_bytes=0, sent_head_bytes=0)
 
 
 def _resident(rank: RankMemory, workload: Workload, overheads: Overheads) -> Resident:

@@ -11,7 +11,7 @@ from tightfit.levers.policy.updates import BUCKET_BYTES, FACTORED_CHUNK_ELEMENTS
 from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import LayerVisit
-from tightfit.memory.formulas.story import StepMoment
+from tightfit.memory.formulas.story import StepMoment, fullest
 
 SMALL_EMBEDDING_TOKENS = 3072
 ROWS_PER_PARTIAL = 10
@@ -41,9 +41,11 @@ def forward(rank: RankMemory) -> list[StepMoment]:
     if weights.zero:
         moments.append(_last_gathering(rank))
     if weights.zero == 3:
-        # FSDP2 lets go of the root's all-gather buffer only when the first group after it is whole as well.
         groups_bytes = weights.first_groups()
-        moments.append(StepMoment(**at_start, working_weights=groups_bytes, all_gather=groups_bytes))
+        moments.append(StepMoment(**at_start, working_weights=groups_bytes, all_gather=weights.first_buffers()))
+    if weights.zero == 3 and weights.fsdp2.frees_buffer_before_copy:  # else the moment above has more
+        at_start["stream"] = rank.shape.stream_bytes
+        moments.append(StepMoment(**at_start, working_weights=groups_bytes, all_gather=weights.first_buffer()))
     return moments
 
 
@@ -219,22 +221,33 @@ def _at_first_sums(rank: RankMemory) -> StepMoment:
 
 
 def _at_last_reduction(rank: RankMemory) -> StepMoment:
-    """FSDP2's last callback: the root's and the embedding's whole gradients, and the buffer one is reduced from."""
-    stage, weights, gradients = rank.stage, rank.weights, rank.gradients
+    """FSDP2's last callback: the root's and the embedding's whole gradients, the buffer one is reduced from, and the
+    shard that it is reduced to."""
+    stage = rank.stage
     largest = max(stage.root, stage.embedding)
-    largest_bytes = weights.shards(largest) if gradients.bytes_per_done_weight else 0
+    if not rank.weights.fsdp2.frees_gradients_before_shard:
+        return _last_reduction(rank, largest, whole=stage.outside, reduced=largest)
+    before = _last_reduction(rank, largest, whole=stage.outside, reduced=0)
+    after = _last_reduction(rank, largest, whole=stage.outside - largest, reduced=largest)
+    return fullest((before, after))
+
+
+def _last_reduction(rank: RankMemory, buffered: int, *, whole: int, reduced: int) -> StepMoment:
+    """A buffer of so many weights' gradients, beside whole ones and the shards of those reduced from it."""
+    weights, gradients, layer_weights = rank.weights, rank.gradients, rank.stage.layer_weights
+    shard_bytes = weights.shards(reduced) if gradients.bytes_per_done_weight else 0
     moment = StepMoment(
         **rank.throughout,
         working_weights=weights.at_end(),
-        done_gradients=gradients.done(stage.layer_weights) + largest_bytes,
-        vocabulary_gradients=gradients.element_bytes * stage.outside,
-        reduce_scatter=rank.states.reduced_gradient_bytes * largest + weights.before_cast(largest),
+        done_gradients=gradients.done(layer_weights) + shard_bytes,
+        vocabulary_gradients=gradients.element_bytes * whole,
+        reduce_scatter=rank.states.reduced_gradient_bytes * buffered + weights.before_cast(reduced),
     )
     if not weights.sums_whole:
         return moment
     return moment._replace(
-        earlier_gradients=rank.states.reduced_gradient_bytes * stage.outside,
-        done_gradients=weights.shards(stage.layer_weights + largest),
+        earlier_gradients=rank.states.reduced_gradient_bytes * whole,
+        done_gradients=weights.shards(layer_weights + reduced),
         vocabulary_gradients=0,
     )
 

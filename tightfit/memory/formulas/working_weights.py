@@ -13,7 +13,7 @@ Experts that are split over expert ranks are a group apart from their layer's, g
 - ZeRO-3: the root and the layer at work are whole, and the next layer's weights are on their way (prefetched).
 - ZeRO-1 and 2: layers stay whole after forward too; in backward they are let go of one by one or, with several
   micro-batches, at the end of the last one's.
-- An all-gather buffer stays until the next group is gathered.
+- An all-gather buffer stays until the next group is gathered; since torch 2.15 until that is about to be copied out.
 - A layer's gradients are reduced from a buffer (float32 where masters are) that stays until the next layer's are.
 - ZeRO-1 with several micro-batches sums whole gradients, which are reduced in the last backward alone.
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.memory.formulas.fsdp2 import Fsdp2
 from tightfit.memory.formulas.stage import LayerVisit, StageMemory
 from tightfit.memory.formulas.states import States
 
@@ -38,6 +39,11 @@ class WorkingWeights:
     zero: int
     expert_ranks: int
     """Of the ranks that share one copy of what ZeRO splits, those that share an expert's."""
+    widest_buffered: int
+    """Weights of the largest group that is gathered in a buffer: a rank that shares its experts with nobody needs none
+    for them."""
+    after_root: int
+    """Weights of the first group that is gathered after the root."""
     copy_bytes: int
     """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
     copies_return: bool
@@ -46,6 +52,7 @@ class WorkingWeights:
     """Under ZeRO-1 and 2 weights stay whole from one micro-batch to the next."""
     sums_whole: bool
     """Under ZeRO-1 micro-batches add up whole gradients."""
+    fsdp2: Fsdp2
 
     def _copied_and_gathered(self, *, copied: int, at_work: int, freed: int = 0) -> int:
         """Copies of so many weights; of ZeRO-3 the root and the weights at work, of 1 and 2 all but those let go of."""
@@ -65,7 +72,7 @@ class WorkingWeights:
 
     def first_groups(self) -> int:
         """ZeRO-3: the root and the first group after it."""
-        return self._copied_and_gathered(copied=0, at_work=self.stage.embedding or self.stage.widest)
+        return self.states.element_bytes * (self.stage.root + self.after_root)
 
     def at_layer(self, visit: LayerVisit) -> int:
         """While backward is at work in a layer."""
@@ -100,15 +107,39 @@ class WorkingWeights:
         """The buffer that FSDP2 gathers a group of weights into, in forward."""
         if not self.zero:
             return 0
-        # A rank that shares its experts with nobody gathers them without a buffer.
-        weights = self.stage.widest_dense if self.expert_ranks == 1 else self.stage.widest_group
+        own_bytes = self.states.element_bytes * self.widest_buffered
         # Where weights stay gathered it is the first micro-batch's, which has no sums of gradients beside it.
-        return max(0, self.states.element_bytes * weights - (earlier_gradient_bytes if self.stays_gathered else 0))
+        return max(0, own_bytes - (earlier_gradient_bytes if self.stays_gathered else 0))
 
     def gathering_buffers(self, earlier_gradient_bytes: int) -> int:
-        """While a group is copied out of its all-gather buffer: this one, and that of the group before."""
+        """While a group is copied out of its all-gather buffer: this one, and that of the group before.
+
+        Where that is gone by then, it is there until the group is gathered: the group's own buffer, which then is all
+        there is of it, is counted as its weights.
+        """
         own_bytes = self.all_gather_buffer(earlier_gradient_bytes)
-        return own_bytes + self.states.element_bytes * self.stage.widest_dense if own_bytes else 0
+        if not own_bytes:
+            return 0
+        before_bytes = self.states.element_bytes * self.stage.widest_dense
+        if not self.fsdp2.frees_buffer_before_copy:
+            return own_bytes + before_bytes
+        ranks = self.states.ranks if self.expert_ranks == 1 else self.expert_ranks
+        return before_bytes + self._narrowed(self.widest_buffered, ranks)
+
+    def first_buffers(self) -> int:
+        """ZeRO-3: the root's and, counted as above, that of the first group after it."""
+        if self.fsdp2.frees_buffer_before_copy:
+            return self.states.element_bytes * self.stage.root + self._narrowed(self.after_root, self.states.ranks)
+        return self.states.element_bytes * (self.stage.root + self.after_root)
+
+    def first_buffer(self) -> int:
+        """ZeRO-3: that of the first group after the root, which is at work."""
+        return self.states.element_bytes * self.after_root
+
+    def _narrowed(self, weights: int, ranks: int) -> int:
+        """A rank's shard in 16 bits, which goes into a buffer of so many weights, where shards are float32."""
+        is_cast = self.states.kept_gradient_bytes > self.states.element_bytes
+        return self.states.element_bytes * weights // ranks if is_cast else 0
 
     def prefetched(self, visit: LayerVisit | None) -> int:
         """On their way for the layer after the one at work in backward, or after the loss."""
@@ -139,17 +170,28 @@ class WorkingWeights:
 
 
 def working_weights(
-    layout: Layout, levers: Levers, stage: StageMemory, states: States, micro_batches: int, *, rounds: bool
+    layout: Layout,
+    levers: Levers,
+    stage: StageMemory,
+    states: States,
+    micro_batches: int,
+    fsdp2: Fsdp2,
+    *,
+    rounds: bool,
 ) -> WorkingWeights:
     """Of a rank that has `micro_batches` a step; `rounds`: products are with rounded copies of the weights."""
     has_codes = not layout.zero and levers.matmul != "native"
+    expert_ranks = max(1, states.ranks // layout.expert)
     return WorkingWeights(
         stage=stage,
         states=states,
         zero=layout.zero,
-        expert_ranks=max(1, states.ranks // layout.expert),
+        expert_ranks=expert_ranks,
+        widest_buffered=stage.widest_dense if expert_ranks == 1 else stage.widest_group,
+        after_root=stage.embedding or stage.widest,
         copy_bytes=CODE_BYTES if has_codes else states.element_bytes if rounds else 0,
         copies_return=rounds and levers.checkpoint_every == 1,
         stays_gathered=layout.zero in (1, 2) and micro_batches > 1,
         sums_whole=layout.zero == 1 and micro_batches > 1,
+        fsdp2=fsdp2,
     )

@@ -26,7 +26,7 @@ from tightfit.jobs.rules.refusals import refused_levers, refused_workload
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.overheads import DEFAULT, ON_CPU, Overheads
+from tightfit.memory.formulas.overheads import INSTALLED, ON_CPU, Overheads
 from tightfit.memory.formulas.pipeline import micro_batches_in_flight
 from tightfit.plan.batch import divisors
 from tightfit.plan.search.lever_choices import TILED_LENGTH, LeverSets, lever_sets
@@ -60,7 +60,7 @@ class SearchSpace:
     @property
     def overheads(self) -> Overheads:
         """What the device holds besides tensors."""
-        return ON_CPU if self.machine.is_cpu else DEFAULT
+        return ON_CPU if self.machine.is_cpu else INSTALLED
 
     def last_resort(self) -> "SearchSpace | None":
         """Where to look when nothing fits several ranks: levers that only some layouts have, at their strongest."""
