@@ -28,7 +28,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "2bw-recomputed": ({"schedule": "2bw"}, {"checkpoint_every": 1}, 0.02),
     "replicas": ({"data": 2}, {}, 0.02),
     "zero-1": ({"data": 2, "zero": 1}, {}, 0.05),
-    "zero-bubble-zero-1": ({"schedule": "zero-bubble", "data": 2, "zero": 1}, {}, 0.05),
     "tensor": ({"tensor": 2}, {}, 0.05),
 }
 
