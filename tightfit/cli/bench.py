@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource
+from tightfit.cli.options import AsJson, Device, ModelSource
 
 bench = typer.Typer(name="bench", help="Measure what this machine does.", no_args_is_help=True)
 
@@ -23,7 +23,7 @@ def serve(
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 32,
     rounds: Annotated[int, typer.Option(help="Requests in all, times those at a time.", min=1)] = 2,
     device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Latency and throughput of a served model under load.
 
