@@ -22,11 +22,6 @@ ASKED = {
 """Environment variables of a script, the fields of a job that they fill, and what they are."""
 
 
-def torchrun_line(plan: Plan, plan_file: str = "plan.json", endpoint: str = "$HEAD_NODE") -> str:
-    """The line to run on every node; across nodes, HEAD_NODE is the name of the first."""
-    return torchrun_command(plan, shlex.quote(plan_file), endpoint)
-
-
 def torchrun_script(plan: Plan, plan_file: Path) -> str:
     """A script for every node, which lies beside `plan_file`."""
     script = [
@@ -65,7 +60,7 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
 
 
 def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
-    """torchrun, or tightfit alone where there is one rank."""
+    """What starts the ranks of a node, meeting the others at `endpoint`; tightfit alone where there is one rank."""
     machine = plan.machine
     if machine.ranks == 1:
         return f"tightfit train {arguments}"
