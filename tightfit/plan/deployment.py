@@ -66,9 +66,9 @@ class Deployment:
     def weight_bytes(self) -> int:
         """Of the stage that holds most, on one card."""
         spec = self.spec
-        end = spec.vocab_size * spec.hidden_size
-        ends = end if spec.tied or self.pipeline > 1 else 2 * end
-        layers = spec.params() - (end if spec.tied else 2 * end)
+        both_ends = spec.vocabulary_params + spec.head_params
+        ends = spec.vocabulary_params if self.pipeline > 1 else both_ends
+        layers = spec.params() - both_ends
         return ELEMENT_BYTES * ceil(ceil(layers * self.stage_layers, spec.layers) + ends, self.tensor)
 
     @property

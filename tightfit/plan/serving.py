@@ -65,8 +65,7 @@ class Serving:
     def _cpu_ledger(self, rates: CpuStepRates) -> Ledger:
         """What an engine on a CPU holds: float32, but for the codes that it multiplies by; copies in 16 bits."""
         small, by_codes = self.compressed, rates.layers_as == "int4"
-        head = self.spec.vocab_size * self.spec.hidden_size
-        copied = (head if rates.head_as == "fp16" else 0) + (
+        copied = (self.spec.vocabulary_params if rates.head_as == "fp16" else 0) + (
             layer_params(self.spec) if rates.layers_as == "fp16" else 0
         )
         return serving_ledger(
@@ -203,7 +202,7 @@ class Serving:
         """Weights that a step reads: all but an embedding of its own; of experts one token's where it is alone."""
         spec = self.spec
         active = spec.params(active=True) / spec.params() if self.requests == 1 else 1.0
-        embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size
+        embedding = 0 if spec.tied else spec.vocabulary_params
         embedding_bytes = embedding * (self.weight_bytes / spec.params() if self.compressed is None else 2)
         return (self.weight_bytes - embedding_bytes) * active
 
