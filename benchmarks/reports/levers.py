@@ -147,7 +147,7 @@ def lever_rows(path: Path, case: str = LADDER) -> tuple[Sequence[str], Sequence[
     ]
 
 
-PREDICTED = (
+LEVERS = (
     "",
     "checkpoint_every=1",
     "checkpoint_every=1 checkpoint_keep=attention",
@@ -181,7 +181,7 @@ def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     workload, layout = Workload(spec=preset(model), sequence_length=length, global_batch=1), Layout(micro_batch=1)
     frame, rows = Costs(workload, parse_machine(machine)).of(layout), []
     plain_s = frame.step(Levers()).step_s
-    for text in PREDICTED:
+    for text in LEVERS:
         levers = Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
         needed = peaks(workload, layout, levers)
         gpu, host = needed.gpu_bytes / 2**30, needed.host_bytes / 2**30

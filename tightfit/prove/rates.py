@@ -6,7 +6,6 @@ predictions.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.prove.rehearsal import Program, build
-from tightfit.prove.timing import Do, looped_ms, timed_ms, wait
+from tightfit.prove.timing import Do, looped_ms, timed_ms
 from tightfit.train.short_collections import short_collections
 from tightfit.train.step import ignore
 
@@ -180,12 +179,7 @@ def _narrow_program(device: torch.device, spec: ModelSpec) -> Program:
 
 def _steps_ms(device: torch.device, program: Program) -> float:
     """Of one step among a few."""
-    wait(device)
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        program.step(ignore)
-    wait(device)
-    return (time.perf_counter() - began) * 1e3 / STEPS
+    return looped_ms(lambda: program.step(ignore), STEPS, device)
 
 
 @torch.no_grad()

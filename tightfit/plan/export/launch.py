@@ -13,6 +13,7 @@ from tightfit.plan.plan import Plan
 from tightfit.printable import printable
 
 PORT = 29500
+INSTALL = "pip install 'tightfit[train]'"
 ASKED = {
     "DATA": ("data.train", "the files to train on"),
     "OUTPUT": ("output", "the directory of the run"),
@@ -38,11 +39,10 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
     """A batch script: one task per node, torchrun inside it."""
     machine = plan.machine
     memory = f"{int(machine.host_bytes / 2**30 * 0.95)}G" if machine.host_bytes else "0"
-    name = plan.model.rstrip("/").rsplit("/", 1)[-1]
     header, *comments_and_settings = _header(plan)
     lines = [
         header,
-        f"#SBATCH --job-name={shlex.quote(f'tightfit-{name}')}",
+        f"#SBATCH --job-name={shlex.quote(f'tightfit-{short_name(plan)}')}",
         f"#SBATCH --nodes={machine.nodes}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={machine.per_node}",
@@ -70,12 +70,21 @@ def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -
     )
 
 
+def short_name(plan: Plan) -> str:
+    """The last part of the model's name or path."""
+    return plan.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def comment(plan: Plan) -> str:
+    """What every export begins with."""
+    return f"# {printable(plan.model)} on {printable(plan.machine.text)}, as tightfit planned it."
+
+
 def _header(plan: Plan) -> list[str]:
     given = "".join(f" {name}=…" for name in open_names(plan))
-    what = f"{printable(plan.model)} on {printable(plan.machine.text)}"
     return [
         "#!/usr/bin/env bash",
-        f"# {what}, as tightfit planned it.{' Set' * bool(given)}{given}",
+        f"{comment(plan)}{' Set' * bool(given)}{given}",
         "# Words after the script's name go to `tightfit train`: -o optimizer.lr=1e-4, --resume, …",
         "set -euo pipefail",
     ]
