@@ -265,7 +265,7 @@ def make_serving(
         raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")
     if requests < 1:
         raise UserError(f"--batch is {requests}; give at least 1 request")
-    made = Serving(
+    serving = Serving(
         model=model,
         spec=spec,
         machine=machine,
@@ -275,5 +275,5 @@ def make_serving(
         cache=cache,
         compressed=compressed,
     )
-    _ = made.rates  # which a CPU that was not measured has not
-    return made
+    _ = serving.rates  # which a CPU that was not measured has not
+    return serving
