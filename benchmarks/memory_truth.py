@@ -12,9 +12,10 @@ lever_truth.csv with `--levers`, split_truth.csv with `--splits` and family_trut
 The last appends rows with today's predictions beside the newest measurements; `commit` is the measured code's and
 `predicted_commit` that of the predictions.
 
-Hosts of one kind launch a layer in 2 to 5 ms, from day to day and from minute to minute. So right before a step is
-timed, `host_layer_ms` is measured as `tightfit calibrate` does, on a model that is no row here, and the step's time is
-predicted for that host; all else was predicted before. `--host-bound` takes the rows that this matters for.
+Hosts of one kind launch a layer in 2 to 5 ms, from day to day and from minute to minute. So right before and after a
+step is timed, `host_layer_ms` is measured as `tightfit calibrate` does, on a model that is no row here, and the step's
+time is predicted for that host, as slow as the mean of both; all else was predicted before. `--host-bound` takes the
+rows that this matters for.
 """
 
 import argparse
@@ -319,9 +320,13 @@ def _measure(wanted: list[Case], predictions: Path, folder: Path, commit: str | 
     known = {_case_of(entry["case"]): entry for entry in json.loads(predictions.read_text(encoding="utf-8"))}
     for case in (case for case in wanted if case in known):
         said = Prediction(**known[case]["prediction"])
-        host_layer_ms = None if said.step_s is None else round(layer_launch_ms(CUDA), 3)
+        is_timed = said.step_s is not None
+        before_ms = layer_launch_ms(CUDA) if is_timed else 0.0
+        found = measure(case)
+        after_ms = layer_launch_ms(CUDA) if is_timed else 0.0
+        host_layer_ms = round((before_ms + after_ms) / 2, 3) if is_timed else None
         said = for_host(case, said, host_layer_ms)
-        row = _row(case, said, measure(case), known[case]["commit"], host_layer_ms)
+        row = _row(case, said, found, known[case]["commit"], host_layer_ms)
         append_row(case.table, row, folder=folder, commit=commit)
         print(" ".join(str(value) or "-" for value in row.values()), flush=True)
 

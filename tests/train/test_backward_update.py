@@ -16,9 +16,11 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
+from tightfit.models.resolve import resolve_spec
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
 from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
+from tightfit.train.optimizer.updaters import TorchUpdater
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, accumulate, train_step
 
@@ -57,21 +59,23 @@ def test_without_clipping_it_is_the_step_after_backward(levers: dict[str, Any]) 
     assert_trained_alike(inside.state_dict(), after.state_dict())
 
 
-def test_no_two_layers_gradients_are_there_at_once() -> None:
+def test_no_two_matrices_gradients_are_there_at_once() -> None:
     """Looked at whenever a gradient is complete: those of layers done are gone."""
     model, _ = assembled(FREE)
     seen: list[set[str]] = []
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim > 1}
     for parameter in model.parameters():
-        parameter.register_hook(lambda _: seen.append({n for n, p in model.named_parameters() if p.grad is not None}))
+        parameter.register_hook(lambda _: seen.append({n for n, p in matrices.items() if p.grad is not None}))
     accumulate(model, [ragged_batch(4)], CPU)
-    assert len(seen) == len(list(model.parameters()))
+    assert len(seen) == len(list(model.parameters())) > len(matrices)
     assert all(len(there) <= 1 for there in seen)
 
 
 def test_gradients_are_clipped_by_what_their_norm_seems_to_be() -> None:
     """With both betas zero an update is lr · sign(g) whatever the scale, so the moments are what is looked at.
 
-    The estimate is made here again in float64, from whole gradients of an equal model, in the order they came.
+    The estimate is made here again in float64, from whole gradients of an equal model, in the order they came. Norms'
+    weights come last and are clipped by what is known then.
     """
     settings = Optimizer(lr=1e-3, clip_norm=0.1, betas=(0.0, 0.0))
     model, optimizer = assembled(settings)
@@ -89,9 +93,13 @@ def test_gradients_are_clipped_by_what_their_norm_seems_to_be() -> None:
         result = train_step(model, optimizer, [ragged_batch(4, seed=step)], CPU, 1e-3, LossScale())
         assert result.gradient_norm == pytest.approx(sum(squares.values()) ** 0.5, rel=1e-4)
         now, then, whole = 0.0, 0.0, sum(before.values())
-        for name in order:
+        late = [name for name in order if gradients[name].ndim == 1]
+        late_square = sum(squares[name] for name in late)
+        by_of = dict.fromkeys(late, sum(squares.values()) if before else len(order) / len(late) * late_square)
+        for name in (name for name in order if name not in by_of):
             now, then = now + squares[name], then + before.get(name, 0.0)
-            by = whole * (now + whole / 100) / (then + whole / 100) if before else len(order) * squares[name]
+            by_of[name] = whole * (now + whole / 100) / (then + whole / 100) if before else len(order) * squares[name]
+        for name, by in by_of.items():
             wanted = gradients[name] * min(1.0, 0.1 / by**0.5)
             assert torch.allclose(optimizer.state()[f"exp_avg/{name}"], wanted, rtol=1e-3, atol=1e-7), (step, name)
         taken = float(global_norm([optimizer.state()[f"exp_avg/{name}"] for name in order]))
@@ -195,7 +203,7 @@ def test_the_simulation_shows_gradients_gone() -> None:
 
 
 def test_an_update_is_three_operations() -> None:
-    """Its norm, its factor and the update itself: the host launches these for every weight."""
+    """Its norm, its factor and the update itself: the host launches these for every matrix."""
     settings = Optimizer(lr=1e-2, clip_norm=0.1)
     model, optimizer = assembled(settings, "bf16")
     for step in range(2):
@@ -204,11 +212,25 @@ def test_an_update_is_three_operations() -> None:
     assert updates is not None
     updates.begin(1e-2)
     with CountOperations() as counted:
-        for number, update in enumerate(updates.updates):
-            update.parameter.grad = update.parameter.detach()
+        for number, update in enumerate(updates.early):
+            update.weights[0].parameter.grad = update.weights[0].parameter.detach()
             counted.operations = 0
-            updates.complete(number, update.parameter.grad)
+            updates.complete(number)
             assert counted.operations == 3
+
+
+@pytest.mark.parametrize("form", ["auto", "8bit", "factored"])
+def test_norms_and_biases_are_one_update(form: str) -> None:
+    """Of GPT-2's ten in a layer, and of the others: a list of them, which one kernel updates."""
+    model = Decoder(resolve_spec("tiny-gpt2"))
+    levers = Levers(update_in_backward=True, optimizer_states=form)
+    optimizer = assemble(model, None, Layout(), levers, "fp32", FREE, CPU, lambda decoder: None)[1]
+    updates = optimizer.in_backward
+    assert updates is not None
+    (late,) = [bucket for bucket in optimizer.buckets if len(bucket.names) > 1]
+    assert {id(weight.parameter) for weight in updates.late[0].weights} == {id(each) for each in late.parameters}
+    assert {n for n, p in model.named_parameters() if p.ndim == 1} == set(late.names)
+    assert isinstance(late.updater, TorchUpdater)
 
 
 def test_an_optimizer_goes_when_nobody_needs_it() -> None:

@@ -33,15 +33,16 @@ from tightfit.collectives.shards import (
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.jobs.state_format import Format, is_torch_adamw, state_format
 from tightfit.kernels.gradient_norm import gradient_norm
 from tightfit.levers.fake_quantize import SCALE_PREFIX
+from tightfit.levers.optimizer_states import BF16, FP32, state_kind
 from tightfit.levers.policy.updates import BUCKET_BYTES
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.engine import Engine
-from tightfit.train.optimizer.backward_update import BackwardUpdate, EarlyUpdate
-from tightfit.train.optimizer.offloading import Offloading
+from tightfit.train.optimizer.backward_update import BackwardUpdate, SplitWeight, Update
+from tightfit.train.optimizer.offloading import Named, Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
 from tightfit.train.optimizer.updaters import FormatUpdater, TorchUpdater, Updater
 
@@ -123,34 +124,38 @@ class MasterAdamW:
         self.buckets = [
             replace(self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype), decays=decayed)
             for decayed in (True, False)
-            for part in _split([(n, p) for n, p in named if decays(n, p) is decayed], self._bucket_bytes())
+            for part in self._parts([(n, p) for n, p in named if decays(n, p) is decayed])
         ]
         if self.offloading is not None:
             assert isinstance(model, Decoder)
             self.offloading.finish(model, named)
         self.in_backward = self._backward_update() if levers.update_in_backward else None
 
-    def _bucket_bytes(self) -> int | None:
+    def _parts(self, named: Named) -> Iterator[Named]:
+        """What is updated together: matrices one by one where each has its own time, all else as buckets allow."""
         if self.levers.update_in_backward or self.offloading is not None:
-            return 0
-        return BUCKET_BYTES if self.casts_gradients else None
+            yield from ([(name, p)] for name, p in named if p.ndim > 1)
+            named = [(name, p) for name, p in named if p.ndim == 1]
+        yield from _split(named, BUCKET_BYTES if self.casts_gradients else None)
 
     def _backward_update(self) -> BackwardUpdate:
-        updates = [
-            EarlyUpdate(b.parameters[0], partial(self._update, b), self.splits.get(b.names[0])) for b in self.buckets
-        ]
+        """Of matrices early, of norms and biases late."""
+        early, late = [], []
+        for bucket in self.buckets:
+            weights = [SplitWeight(p, self.splits.get(n)) for n, p in zip(bucket.names, bucket.parameters, strict=True)]
+            is_matrix = bucket.parameters[0].ndim > 1
+            (early if is_matrix else late).append(Update(weights, partial(self._update, bucket)))
         after_backward = [] if self.offloading is None else [self.offloading.link.flush_deferred]
-        return BackwardUpdate(updates, self.settings.clip_norm, after_backward)
+        return BackwardUpdate(early, self.settings.clip_norm, late, after_backward)
 
-    def _bucket(
-        self, named: list[tuple[str, nn.Parameter]], weight_decay: float, compute_dtype: torch.dtype | None
-    ) -> Bucket:
+    def _bucket(self, named: Named, weight_decay: float, compute_dtype: torch.dtype | None) -> Bucket:
         names, parameters = [n for n, _ in named], [p for _, p in named]
         firsts = [first_element(as_dtensor(p, self.splits.get(n))) for n, p in named]
         if self.offloading is not None:
             if self.offloading.is_offloaded(names[0]):
                 return self._offloaded_bucket(names[0], parameters[0], weight_decay, firsts[0])
-            self.offloading.move_to_gpu(parameters[0])
+            for parameter in parameters:
+                self.offloading.move_to_gpu(parameter)
         masters: list[Tensor] = [local(p) for p in parameters]
         if self.casts_gradients:
             # The storage itself where the model is float32: no copy.
@@ -187,10 +192,17 @@ class MasterAdamW:
 
     def _updater(self, names: list[str], masters: list[Tensor], firsts: list[int], weight_decay: float) -> Updater:
         wide = masters[0].dtype == torch.float32
-        if is_torch_adamw(self.levers, wide=wide):
-            return TorchUpdater(masters, self.settings, weight_decay)
         form = state_format(self.levers, wide=wide)
+        if is_torch_adamw(self.levers, wide=wide) or self._are_plain(masters, form):
+            return TorchUpdater(masters, self.settings, weight_decay)
         return FormatUpdater(names, masters, form, self.settings, weight_decay, firsts, seed=self._rounding_seed)
+
+    def _are_plain(self, masters: list[Tensor], form: Format) -> bool:
+        """Whether these are several whose moments have their own dtype whatever the format, as norms and biases do: one
+        launch updates them all."""
+        own = {torch.float32: FP32, torch.bfloat16: BF16}
+        kept = all(state_kind(form, master) is own.get(master.dtype) for master in masters)
+        return kept and len(masters) > 1 and self._rounding_seed is None
 
     @property
     def casts_gradients(self) -> bool:
@@ -374,7 +386,7 @@ def clip_factor(norm: Tensor, largest: float) -> Tensor:
     return (largest / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _split(named: list[tuple[str, nn.Parameter]], bucket_bytes: int | None) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _split(named: Named, bucket_bytes: int | None) -> Iterator[Named]:
     """Consecutive runs of at most `bucket_bytes` of float32 gradients each (one parameter may exceed it alone)."""
     run: list[tuple[str, nn.Parameter]] = []
     held = 0
