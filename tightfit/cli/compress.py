@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tightfit.cli.options import AsJson, Device, ModelSource, TextField, takes_options
+from tightfit.cli.options import AsJson, Device, ModelSource, TextField, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.compress.report import CompressionReport
@@ -129,6 +129,8 @@ def _refuse_mixed(options: CompressOptions) -> None:
     has_method_options = any(value is not None for value in options.method_options.values())
     if options.kept != KeptShape() and method != "structured":
         raise UserError("--keep-layers, -heads, -mlp and -experts belong to --method structured")
+    if options.recipe is not None:
+        refuse_given(options, ("method",), "but a recipe has methods in its steps; leave it or --recipe out")
     if options.recipe is not None and has_method_options:
         raise UserError(f"{names} belong to --method; a recipe says them in its steps")
     if method in ("structured", *FACTORISATIONS) and has_method_options:
@@ -137,6 +139,8 @@ def _refuse_mixed(options: CompressOptions) -> None:
         raise UserError(f"--keep belongs to --method svd and whitened-svd, not to {method}")
     if options.fit is not None and (options.recipe is not None or has_method_options):
         raise UserError(f"--fit chooses bits itself; drop --recipe and {names}")
+    if options.fit is not None and method in ("structured", *FACTORISATIONS):
+        raise UserError(f"--fit chooses bits, but {method} quantizes nothing; leave one of them out")
     if options.context is not None and options.fit is None:
         raise UserError("--context says what --fit makes room for; name a card with --fit")
 

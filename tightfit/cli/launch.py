@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightfit.cli.options import takes_options
+from tightfit.cli.options import refuse_given, takes_options
 from tightfit.cli.resuming import StartOptions
 from tightfit.cli.train import show_dry_run, train_as_rank
 
@@ -59,6 +59,7 @@ def launch(options: LaunchOptions) -> None:
     from tightfit.launch.launcher import torchrun_line
 
     if options.nodes > 1:
+        refuse_given(options, ("restarts", "check"), "but --nodes only prints the line; leave one of them out")
         words = [*arguments, *options.start_words]
         return typer.echo(torchrun_line(job.layout.ranks, options.nodes, options.head, words))
     if options.check:

@@ -2,10 +2,13 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
+
+from tightfit.errors import UserError
 
 Options = TypeVar("Options")
 
@@ -48,3 +51,12 @@ def takes_options(verb: Callable[[Options], None]) -> Callable[..., None]:
 
     with_each_option.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
     return with_each_option
+
+
+def refuse_given(options: Any, names: tuple[str, ...], reason: str) -> None:
+    """A sentence for the first of these options that was given, which would be passed over."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in names and value != field.default:
+            told = "given" if value is True else ", ".join(value) if isinstance(value, list) else value
+            raise UserError(f"--{field.name.replace('_', '-')} is {told}, {reason}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tightfit.cli.options import AsJson, takes_options
+from tightfit.cli.options import AsJson, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 JOB_FILES = (".yaml", ".yml")
 DOES_NOT_FIT = 4
 """Exit code where the model does not fit the machine."""
+OF_SERVING = ("quantize", "context", "cache_format", "batch")
+OF_TRAINING = (
+    *("seq", "global_batch", "batch_tokens", "precision", "engine", "steps", "tokens", "pin", "adapter", "bits"),
+    *("allow_lossy", "confirm", "compare_estimators", "save", "export"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +102,9 @@ def plan(options: PlanOptions) -> None:
 
     machine = parse_machine(options.on, options.host_memory)
     if options.serve:
+        refuse_given(options, OF_TRAINING, "which is about training; leave it or --serve out")
         return _serve(options, machine)
-    _refuse_serving_options(options)
+    refuse_given(options, OF_SERVING, "which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
     from tightfit.report.plan import print_answer
     from tightfit.report.waiting import waiting
@@ -116,16 +122,6 @@ def plan(options: PlanOptions) -> None:
     print_answer(found, as_json=options.as_json, extra=extra, said=sentences)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)
-
-
-def _refuse_serving_options(options: PlanOptions) -> None:
-    """A sentence where a question about training has options about serving."""
-    from tightfit.errors import UserError
-
-    for name in ("quantize", "context", "batch", "cache_format"):
-        if (given := getattr(options, name)) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option} is {given}, which is about serving; add --serve or leave it out")
 
 
 def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> "Question":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import Device, Draft, MaxSequences, takes_options
+from tightfit.cli.options import Device, Draft, MaxSequences, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.serve.config import EngineConfig
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 LARGEST = 10**9
 """Of a number of GiB, MiB or seconds."""
 SERVE_EXTRA = "pip install 'tightfit[serve]'"
+OF_EXPORTS = ("on", "weights", "image", "out")
+OF_OUR_SERVER = (
+    *("step_tokens", "cache_gib", "host_cache_gib", "max_requests", "max_body_mib", "max_seconds", "drain_seconds"),
+    "device",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +134,10 @@ def _check(options: ServeOptions) -> None:
     if options.export is not None and options.skip:
         raise UserError(f"--skip is {options.skip}, which vLLM does not have; use --draft or --lookup with --export")
     _check_sizes(options)
-    for option in () if options.export is not None else ("on", "weights", "image", "out"):
-        if (given := getattr(options, option)) is not None:
-            raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
+    if options.export is None:
+        refuse_given(options, OF_EXPORTS, "which is about --export; add that or leave it out")
+    else:
+        refuse_given(options, OF_OUR_SERVER, "which is about our own server; leave it or --export out")
 
 
 def _check_invariant(options: ServeOptions) -> None:

@@ -64,10 +64,13 @@ def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -
     machine = plan.machine
     if machine.ranks == 1:
         return f"tightfit train {arguments}"
-    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if machine.nodes > 1 else "--standalone"
-    return (
-        f"torchrun --nnodes={machine.nodes} --nproc-per-node={machine.per_node} {meeting} -m tightfit train {arguments}"
-    )
+    return f"{torchrun(machine.nodes, machine.per_node, endpoint)} {arguments}"
+
+
+def torchrun(nodes: int, per_node: int, endpoint: str) -> str:
+    """`tightfit train` on `per_node` ranks of each of `nodes`; several meet at `endpoint`."""
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if nodes > 1 else "--standalone"
+    return f"torchrun --nnodes={nodes} --nproc-per-node={per_node} {meeting} -m tightfit train"
 
 
 def short_name(plan: Plan) -> str:
