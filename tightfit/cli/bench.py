@@ -40,7 +40,7 @@ def serve(
 
     counts = at_once or [1, 4, 16]
     most = max(counts)
-    config = EngineConfig(max_sequences=most, step_tokens=max(2048, most), prefix_cache=False)
+    config = EngineConfig(max_sequences=most, step_tokens=max(EngineConfig.step_tokens, most), prefix_cache=False)
     _, engine = start_engine(model, config, device=device)
     rates = measured_rates(engine)
     bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=2, requests=1, rates=rates)

@@ -70,7 +70,7 @@ def generate(options: GenerateOptions) -> None:
         raise UserError("--batch-invariant does not go with --draft; leave one of them out")
     config = EngineConfig(
         max_sequences=options.max_sequences,
-        step_tokens=max(2048, options.max_sequences),
+        step_tokens=max(EngineConfig.step_tokens, options.max_sequences),
         batch_invariant=options.batch_invariant,
     )
     loaded, engine = start_engine(options.model, config, device=options.device, draft=options.draft)

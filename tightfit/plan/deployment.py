@@ -21,12 +21,11 @@ from tightfit.jobs.rules.shapes import indivisible
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT
-from tightfit.memory.formulas.serving import CacheFormat, cache_bytes
+from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat, cache_bytes
 from tightfit.models.spec import ModelSpec
 
 ELEMENT_BYTES = 2
 WIDE = 4
-PREFILL_TOKENS = 2048
 SHARE = 0.9
 """Of a card's memory that a server takes; engines have the same default."""
 
