@@ -97,7 +97,7 @@ def _export_small(
 
     if form != "gguf":
         raise UserError(f"dtype {dtype} is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
-    made = export_gguf(
+    exported = export_gguf(
         model, target, dtype, data, samples=32, length=None, cache=Path("~/.cache/tightfit"), device=torch.device("cpu")
     )
-    print_export(made, as_json=as_json)
+    print_export(exported, as_json=as_json)

@@ -43,9 +43,9 @@ class Product(NamedTuple):
     gb: float
 
 
-def products(device: torch.device, dtype: torch.dtype, rows: int, taken: int, made: int) -> Iterator[Product]:
-    """y = x Wᵀ, dx = dy W and dW = dyᵀ x of x [rows, taken] and W [made, taken]."""
-    shapes = ((rows, taken), (rows, made), (made, taken))
+def products(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> Iterator[Product]:
+    """y = x Wᵀ, dx = dy W and dW = dyᵀ x of x [rows, inputs] and W [outputs, inputs]."""
+    shapes = ((rows, inputs), (rows, outputs), (outputs, inputs))
     x, dy, weight = (torch.randn(*shape, device=device).to(dtype) for shape in shapes)
     outs = [torch.empty_like(tensor) for tensor in (dy, x, weight)]
     does: dict[str, Do] = {
@@ -55,7 +55,7 @@ def products(device: torch.device, dtype: torch.dtype, rows: int, taken: int, ma
     }
     moved_gb = sum(tensor.nbytes for tensor in outs) / 1e9
     for name, do in does.items():
-        yield Product(name, timed_ms(do, device), 2e-12 * rows * taken * made, moved_gb)
+        yield Product(name, timed_ms(do, device), 2e-12 * rows * inputs * outputs, moved_gb)
 
 
 def sustained_tflop_s(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
