@@ -94,7 +94,7 @@ class Graphs:
         self._states: dict[int, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
-    def capture_all(self, compiler: Compiler | None = None) -> None:
+    def capture_all(self, compiler: Compiler | None) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
         if HAS_TRITON and self.device.type == "cuda" and self.runner.tiles is None:  # tiles were tried before
             compile_kernels(self.trials(), self.device, compiler)
