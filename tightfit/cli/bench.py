@@ -31,9 +31,7 @@ def serve(
     tightfit bench serve smollm2-135m-instruct
     tightfit bench serve my-model --at-once 64 --prompt-tokens 256 --answer-tokens 256
     """
-    import json
-    from dataclasses import asdict
-
+    from tightfit.report.load import print_load
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.load import bench_load, measured_rates
     from tightfit.serve.start import start_engine
@@ -44,30 +42,6 @@ def serve(
     _, engine = start_engine(model, config, device=device)
     rates = measured_rates(engine)
     bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=2, requests=1, rates=rates)
-    rows = [
-        bench_load(
-            engine,
-            each,
-            prompt_tokens=prompt_tokens,
-            answer_tokens=answer_tokens,
-            requests=rounds * each,
-            rates=rates,
-            seed=each,
-        )
-        for each in counts
-    ]
-    if as_json:
-        typer.echo(json.dumps({"model": model, "rows": [asdict(row) for row in rows]}))
-        return
-    read, products = rates.bytes_per_second / 1e9, rates.product_flops / 1e12
-    typer.echo(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
-    typer.echo(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
-    typer.echo("and the most that reading weights, keys and values allows")
-    typer.echo(f"{'at once':>7}{'first token, ms':>26}{'between tokens, ms':>26}{'tokens/s':>18}{'at most':>10}")
-    for row in rows:
-        first = f"{row.first_token_ms:.1f} / {row.first_token_ms_p90:.1f} ≈ {row.predicted_first_token_ms:.1f}"
-        between = (
-            f"{row.between_tokens_ms:.2f} / {row.between_tokens_ms_p90:.2f} ≈ {row.predicted_between_tokens_ms:.2f}"
-        )
-        speed = f"{row.tokens_per_second:,.1f} ≈ {row.predicted_tokens_per_second:,.1f}"
-        typer.echo(f"{row.at_once:>7}{first:>26}{between:>26}{speed:>18}{row.most_tokens_per_second:>10,.1f}")
+    load = {"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens}
+    rows = [bench_load(engine, each, requests=rounds * each, rates=rates, seed=each, **load) for each in counts]
+    print_load(model, rows, rates, **load, as_json=as_json)
