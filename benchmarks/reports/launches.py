@@ -3,14 +3,17 @@
 Prints them as they stand there. What several calibrations measured is averaged, as hosts vary. A layer's launches are
 an eighth of the deeper model's phase, without what a plain step has besides its layers. A norm's and a bias's are those
 that families have beyond a Llama layer: Qwen3's two norms of heads, Qwen2's three biases; experts' what Mixtral's layer
-has, and a rope's and a gate's what GPT-2's lacks beside its six biases. Updates inside backward: what they add to a
-family's layer beyond what they add to Llama's, for GPT-2's seven further vectors, Qwen3's two norms and Gemma 2's.
+has, and a rope's and a gate's what GPT-2's lacks beside its six biases.
+
+Updates inside backward have a calibration of their own (`UPDATED_AT`), on a host that was faster: its times are
+multiplied by what a plain layer took the others, divided by what it took this one. Families' layers differ in how many
+matrices and vectors they update; single ones vary by a third, so the mean over all of them counts.
 """
 
 import csv
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.rows import RESULTS
@@ -21,7 +24,17 @@ MATRICES = 7
 GPT2_BIASES = 6
 PASSES = ("forward", "backward")
 UPDATED = "update_in_backward=true"
-FURTHER_TENSORS = (("gpt2", 7), ("qwen3", 2), ("gemma2", 2))
+UPDATED_AT = "0390033fe7"
+FAMILY_TENSORS = {
+    "llama": (7, 2),
+    "qwen2": (7, 5),
+    "qwen3": (7, 4),
+    "gemma2": (7, 4),
+    "gemma3": (7, 6),
+    "gpt2": (6, 10),
+    "mixtral": (7, 2),
+}
+"""Matrices and vectors of a layer, as planned."""
 
 
 class HostRows:
@@ -40,13 +53,18 @@ class HostRows:
         whole = self.ms[f"the rest of {phase}, {name}"] + DEEP * self.ms[f"a layer's {phase}, {name}"]
         return (whole - self.ms[f"the rest of {phase}, {plain}"]) / DEEP
 
-    def updated_beyond_llama(self, family: str, count: int) -> float:
-        """Backward of one of `count` tensors that a family's layer updates more than Llama's, inside backward."""
-        family_ms, llama_ms = (
-            self.layer("backward", f"{name} {UPDATED}", name) - self.layer("backward", name, name)
-            for name in (family, "llama")
-        )
-        return (family_ms - llama_ms) / count
+    def plain_layer(self, name: str) -> float:
+        """Forward, backward and update of one layer of plain steps called `name`."""
+        return sum(self.layer(phase, name, name) for phase in (*PASSES, "optimizer"))
+
+    def updates(self) -> Iterator[tuple[float, float, float]]:
+        """Of updating inside backward, as shares of a plain Llama layer: one matrix, one vector, and the rest of the
+        phase after it."""
+        for family, (matrices, vectors) in FAMILY_TENSORS.items():
+            inside, llama_ms = f"{family} {UPDATED}", self.plain_layer("llama")
+            more_ms = self.layer("backward", inside, family) - self.layer("backward", family, family)
+            late_ms, rest_ms = (self.ms[f"{part} optimizer, {inside}"] for part in ("a layer's", "the rest of"))
+            yield more_ms / matrices / llama_ms, late_ms / vectors / llama_ms, rest_ms / llama_ms
 
     def beyond_llama(self, family: str, count: int) -> tuple[float, float]:
         """Forward and backward of one of `count` operations that a family's layer has more than Llama's."""
@@ -55,8 +73,8 @@ class HostRows:
         return forward, backward
 
 
-def constants(rows: HostRows) -> list[str]:
-    """Lines of launches.py."""
+def constants(rows: HostRows, updated: HostRows) -> list[str]:
+    """Lines of launches.py; updates inside backward from `updated`."""
 
     def named(levers: str) -> str:
         return f"bf16 {levers}" if levers else "bf16"
@@ -70,6 +88,8 @@ def constants(rows: HostRows) -> list[str]:
     bias = rows.beyond_llama("qwen2", 3)
     gpt2_biases = (GPT2_BIASES * each for each in bias)
     rope_and_gate = (more - beyond for more, beyond in zip(gpt2_biases, rows.beyond_llama("gpt2", 1), strict=True))
+    layer_ms = rows.plain_layer("bf16")
+    inside = [layer_ms * statistics.mean(shares) for shares in zip(*updated.updates(), strict=True)]
     return [
         f"REST = {pair(rest)}",
         "LAYER = {",
@@ -77,8 +97,7 @@ def constants(rows: HostRows) -> list[str]:
         "}",
         f"NORM, BIAS = {pair(rows.beyond_llama('qwen3', 2))}, {pair(bias)}",
         f"EXPERTS, ROPE_AND_GATE = {pair(rows.beyond_llama('mixtral', 1))}, {pair(rope_and_gate)}",
-        "VECTOR_UPDATE_MS, HEAD_NORM_UPDATE_MS, BLOCK_NORM_UPDATE_MS = "
-        + ", ".join(f"{rows.updated_beyond_llama(*each):.3f}" for each in FURTHER_TENSORS),
+        f"MATRIX_UPDATE_MS, VECTOR_UPDATE_MS, LATE_UPDATE_MS = {', '.join(f'{ms:.3f}' for ms in inside)}",
         f"UPDATE_REST_MS = {rows.ms['the rest of optimizer, bf16']:.3f}",
         f"UPDATE_MS = {{{', '.join(updates)}}}",
         f"PIECE_LAUNCH_MS = {rows.layer('optimizer', named('offload=optimizer')) / MATRICES:.3f}",
@@ -87,7 +106,7 @@ def constants(rows: HostRows) -> list[str]:
 
 def main() -> None:
     """Print the constants of the calibrations at some commits."""
-    print("\n".join(constants(HostRows(*sys.argv[1:]))))
+    print("\n".join(constants(HostRows(*sys.argv[1:]), HostRows(UPDATED_AT))))
 
 
 if __name__ == "__main__":

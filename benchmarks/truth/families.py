@@ -29,6 +29,7 @@ def family_cases() -> Iterator[Case]:
     yield from _third_round()
     yield from _fourth_round()
     yield from _fifth_round()
+    yield from _sixth_round()
 
 
 def _plain_attention() -> Iterator[Case]:
@@ -202,3 +203,33 @@ def _fifth_round() -> Iterator[Case]:
     yield _of("qwen3-30b-a3b", 4096, 1, BACK, layers=5)
     yield _of("qwen3-235b-a22b", 2048, 2, layers=2, **PURE)
     yield _of("mixtral-8x7b", 4096, 1, "checkpoint_keep=attention", layers=3, checkpoint_every=1)
+
+
+def _sixth_round() -> Iterator[Case]:
+    """And others, predicted after the costs had learned from the fifth."""
+    yield _of("smollm2-360m", 2048, 6, BACK)
+    yield _of("llama-3.2-1b", 4096, 3, "optimizer_states=8bit")
+    yield _of("llama-3.2-3b", 4096, 1, accumulation=3)
+    yield _of("llama-2-7b", 4096, 2, BACK, layers=8)
+    yield _of("llama-3.1-70b", 4096, 1, layers=2, **PURE)
+    yield _of("mistral-7b", 8192, 1, "tiles=4", layers=6, checkpoint_every=1)
+    yield _of("qwen2.5-0.5b", 2048, 10, "checkpoint_keep=attention", checkpoint_every=1)
+    yield _of("qwen2.5-7b", 4096, 2, "matmul=fp8-tensor", layers=8)
+    yield _of("qwen2.5-32b", 2048, 2, layers=4)
+    yield _of("qwen3-4b", 4096, 2, BACK, layers=14, checkpoint_every=1)
+    yield _of("qwen3-8b", 2048, 3, "optimizer_states=bf16", layers=9)
+    yield _of("qwen3-32b", 4096, 1, f"offload=optimizer {BACK}", layers=3)
+    yield _of("gemma-2-9b", 2048, 3, BACK, layers=8)
+    yield _of("gemma-2-2b", 8192, 1, "checkpoint_keep=attention", checkpoint_every=1)
+    yield _of("gemma-3-270m", 4096, 4, BACK)
+    yield _of("gemma-3-12b", 4096, 1, layers=6, checkpoint_every=2)
+    yield _of("phi-3-medium-4k", 2048, 2, BACK, layers=6)
+    yield _of("phi-4-mini", 2048, 4, loss="plain")
+    yield _of("gpt2-large", 1024, 10, BACK)
+    yield _of("gpt2-xl", 1024, 5, BACK, checkpoint_every=1)
+    yield _of("gpt2-medium", 1024, 24, accumulation=2)
+    yield _of("olmoe-1b-7b", 2048, 4, layers=6, checkpoint_every=1)
+    yield _of("deepseek-v2-lite", 4096, 1, layers=5, **PURE)
+    yield _of("gpt-oss-20b", 4096, 1, BACK, layers=4)
+    yield _of("qwen3-30b-a3b", 2048, 4, "optimizer_states=8bit", layers=4)
+    yield _of("mixtral-8x7b", 2048, 2, BACK, layers=2)

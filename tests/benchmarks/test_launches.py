@@ -3,13 +3,14 @@
 from itertools import product
 from pathlib import Path
 
-from benchmarks.reports.launches import HostRows, constants
+from benchmarks.calibrate_families import FAMILIES
+from benchmarks.reports.launches import FAMILY_TENSORS, UPDATED_AT, HostRows, constants
 from tightfit.hardware.launches import (
     BIAS,
-    BLOCK_NORM_UPDATE_MS,
     EXPERTS,
-    HEAD_NORM_UPDATE_MS,
+    LATE_UPDATE_MS,
     LAYER,
+    MATRIX_UPDATE_MS,
     NORM,
     PIECE_LAUNCH_MS,
     REST,
@@ -19,11 +20,13 @@ from tightfit.hardware.launches import (
     VECTOR_UPDATE_MS,
     Launch,
 )
+from tightfit.models.resolve import resolve_spec
+from tightfit.plan.seconds.launches import layer_tensors, layer_vectors
 
 
 def test_stored_constants_are_found_again() -> None:
     """Of the calibrations that they were set from."""
-    said = constants(HostRows("ed2cee4526", "557961628a"))
+    said = constants(HostRows("ed2cee4526", "557961628a"), HostRows(UPDATED_AT))
     layers = [f'    "{name}": {told(launch)},' for name, launch in LAYER.items()]
     assert said == [
         f"REST = {told(REST)}",
@@ -32,12 +35,18 @@ def test_stored_constants_are_found_again() -> None:
         "}",
         f"NORM, BIAS = {told(NORM)}, {told(BIAS)}",
         f"EXPERTS, ROPE_AND_GATE = {told(EXPERTS)}, {told(ROPE_AND_GATE)}",
-        "VECTOR_UPDATE_MS, HEAD_NORM_UPDATE_MS, BLOCK_NORM_UPDATE_MS = "
-        f"{VECTOR_UPDATE_MS}, {HEAD_NORM_UPDATE_MS}, {BLOCK_NORM_UPDATE_MS}",
+        "MATRIX_UPDATE_MS, VECTOR_UPDATE_MS, LATE_UPDATE_MS = "
+        f"{MATRIX_UPDATE_MS:.3f}, {VECTOR_UPDATE_MS:.3f}, {LATE_UPDATE_MS:.3f}",
         f"UPDATE_REST_MS = {UPDATE_REST_MS}",
         "UPDATE_MS = {" + ", ".join(f'"{name}": {ms:.3f}' for name, ms in UPDATE_MS.items()) + "}",
         f"PIECE_LAUNCH_MS = {PIECE_LAUNCH_MS}",
     ]
+
+
+def test_families_layers_have_the_tensors_that_are_planned() -> None:
+    for family, (matrices, vectors) in FAMILY_TENSORS.items():
+        spec = resolve_spec(FAMILIES[family])
+        assert (matrices, vectors) == (layer_tensors(spec) - layer_vectors(spec), layer_vectors(spec))
 
 
 def told(launch: Launch) -> str:

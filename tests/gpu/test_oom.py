@@ -30,12 +30,29 @@ SHAPE = {
 CAP = "3GB"
 
 
+FEW_BYTES = 64 * 2**20
+
+
 @pytest.fixture(autouse=True)
-def _whole_card_afterwards() -> Iterator[None]:
+def _a_card_of_ones_own() -> Iterator[None]:
+    """Nothing of other tests is on the card before, and all of it is there for others afterwards."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() < FEW_BYTES, f"left by other tests: {largest_on_card()}"
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def largest_on_card() -> list[str]:
+    """The largest tensors that are there, and what refers to them."""
+    found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.is_cuda]
+    found.sort(key=lambda each: -each.untyped_storage().nbytes())
+    return [
+        f"{tuple(each.shape)} {each.dtype} in {[type(holder).__name__ for holder in gc.get_referrers(each)][:6]}"
+        for each in found[:8]
+    ]
 
 
 def job_in(folder: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
@@ -55,8 +72,6 @@ def job_in(folder: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
 
 
 def test_a_card_that_is_too_small_says_what_is_missing(tmp_path: Path, corpus: Path, token_cache: Path) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(3 * 10**9 / total)
     with pytest.raises(RunOutOfMemoryError) as caught:

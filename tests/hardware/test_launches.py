@@ -12,10 +12,10 @@ from tightfit.hardware.launches import (
     REST,
     UPDATE_MS,
     UPDATE_REST_MS,
+    USUAL_MATRICES,
     Launch,
 )
 from tightfit.levers.policy.updates import FACTORED_CHUNK_ELEMENTS
-from tightfit.plan.seconds.launches import LAYER_MATRICES
 
 DEEP = 8
 MEASURED = HostRows("ed2cee4526", "557961628a").ms
@@ -41,7 +41,7 @@ def test_the_rest_and_the_updates_are_measured() -> None:
     assert MEASURED["the rest of optimizer, bf16"] == pytest.approx(UPDATE_REST_MS, abs=0.001)
     for levers, milliseconds in UPDATE_MS.items():
         assert per_layer("optimizer", levers) == pytest.approx(milliseconds, abs=0.002)
-    assert per_layer("optimizer", "offload=optimizer") / LAYER_MATRICES == pytest.approx(PIECE_LAUNCH_MS, abs=0.001)
+    assert per_layer("optimizer", "offload=optimizer") / USUAL_MATRICES == pytest.approx(PIECE_LAUNCH_MS, abs=0.001)
     (chunk,) = (row.ms for row in rows("host") if row.case == "factored update, each further chunk")
     assert chunk == pytest.approx(FURTHER_CHUNK_MS, abs=1e-4)
 

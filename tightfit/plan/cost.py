@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from tightfit.hardware.efficiency import MEASURED
-from tightfit.hardware.launches import GAP_SHARE, REPLAY_MS, SLOW_HOST, STEP_IDLE_MS
+from tightfit.hardware.launches import GAP_SHARE, REPLAY_MS, REST, SLOW_HOST, STEP_IDLE_MS
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
@@ -40,7 +40,7 @@ from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
 from tightfit.plan.seconds.groups import Group, make_group
-from tightfit.plan.seconds.launches import host_share, launch_s, update_launch_s
+from tightfit.plan.seconds.launches import host_share, late_update_launch_s, launch_s, update_launch_s
 from tightfit.plan.seconds.layer import LayerTime, layer_time
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
@@ -244,7 +244,12 @@ class LayoutCost:
         return (1 - self.costs.workload.engine.tensor_hidden_share) * collectives_s
 
     def _optimizer_s(self, levers: Levers, card_s: float) -> float:
-        """The update: the card's seconds of it, or the host's of launching it where the card has nothing else to do."""
+        """The update: the card's seconds of it, or the host's of launching it where the card has nothing else to do.
+
+        Inside backward the card updates matrices, and waits for the launch of all else when it is over.
+        """
+        if levers.update_in_backward:
+            return card_s + self.costs.host_share * late_update_launch_s(self.costs.workload.spec, self.layers)
         return card_s if self._updates_unseen(levers) else max(card_s, self._update_launch_s(levers))
 
     def _idle_s(self, levers: Levers, launches_s: float) -> float:
@@ -298,7 +303,7 @@ class LayoutCost:
 
         Where the host launches the update before it waits for the loss, it begins the next step while the card updates.
         Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
-        launches of one layer at least.
+        launches of the loss's backward at least.
         """
         forward_s, host_backward_s = card.forward_s, launches.backward_s
         if self._updates_unseen(levers):
@@ -306,8 +311,8 @@ class LayoutCost:
             forward_s += update_s / max(1, self.micro_batches)
         forward_late_s = max(0.0, launches.forward_s - forward_s)
         if levers.update_in_backward:
-            one_layer_s = host_backward_s / self.layers
-            return PassSeconds(forward_late_s, max(one_layer_s, host_backward_s - card.backward_s - update_s))
+            began_s = 1e-3 * self.costs.launch_share * REST.backward_ms
+            return PassSeconds(forward_late_s, max(began_s, host_backward_s - card.backward_s - update_s))
         late_s = launches.forward_s + host_backward_s - forward_s - card.backward_s
         return PassSeconds(forward_late_s, max(0.0, late_s - forward_late_s))
 

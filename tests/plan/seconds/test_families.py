@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.questions import question
-from tightfit.hardware.launches import BIAS, NORM, ROPE_AND_GATE, VECTOR_UPDATE_MS
+from tightfit.hardware.launches import (
+    BIAS,
+    LATE_UPDATE_MS,
+    LAYER,
+    MATRIX_UPDATE_MS,
+    NORM,
+    ROPE_AND_GATE,
+    UPDATE_MS,
+    VECTOR_UPDATE_MS,
+)
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -13,7 +22,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.cost import Costs, LayoutCost
-from tightfit.plan.seconds.launches import launch_s, layer_tensors
+from tightfit.plan.seconds.launches import late_update_launch_s, launch_s, layer_tensors, layer_vectors
 from tightfit.plan.seconds.products import head_filled_share
 from tightfit.plan.seconds.recompute import NONE
 
@@ -95,15 +104,19 @@ def test_more_norms_and_biases_are_more_launches() -> None:
     assert biased[1] - backward_s == pytest.approx(30e-3 * BIAS.backward_ms)
 
 
-def test_every_tensor_is_updated_inside_backward() -> None:
-    assert layer_tensors(resolve_spec("llama-3.2-1b")) == 9
-    assert layer_tensors(resolve_spec("gpt2")) == 6 + 6 + 4
+def test_matrices_are_updated_inside_backward_and_vectors_after_it() -> None:
+    llama, gpt2 = resolve_spec("llama-3.2-1b"), resolve_spec("gpt2")
+    assert (layer_tensors(llama), layer_vectors(llama)) == (9, 2)
+    assert (layer_tensors(gpt2), layer_vectors(gpt2)) == (6 + 6 + 4, 6 + 4)
     inside = Levers(update_in_backward=True)
-    biases = (
-        launch_s(inside, NONE, 1, resolve_spec("gpt2"))[1] - launch_s(inside, NONE, 1, resolve_spec("llama-3.2-1b"))[1]
-    )
-    launched_ms = 7 * VECTOR_UPDATE_MS + 6 * BIAS.backward_ms - ROPE_AND_GATE.backward_ms
-    assert biases == pytest.approx(1e-3 * launched_ms)
+    fewer = launch_s(inside, NONE, 1, gpt2)[1] - launch_s(inside, NONE, 1, llama)[1]
+    assert fewer == pytest.approx(1e-3 * (6 * BIAS.backward_ms - ROPE_AND_GATE.backward_ms - MATRIX_UPDATE_MS))
+    late_s = late_update_launch_s(gpt2, layers=12)
+    assert late_s == pytest.approx(1e-3 * (LATE_UPDATE_MS + 120 * VECTOR_UPDATE_MS))
+    asked = question("gpt2", "H200", 1024, 1)
+    times = [Costs(asked.workload, asked.machine, layer_launch_ms=ms).step(Layout(), inside) for ms in (3.0, 6.0)]
+    plain_ms = sum(LAYER[""]) + UPDATE_MS[""]
+    assert times[1].optimizer_s - times[0].optimizer_s == pytest.approx(3.0 / plain_ms * late_s)
 
 
 def test_streamed_masters_wait_longer_beside_long_rows() -> None:

@@ -3,7 +3,7 @@
 Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
 what others add (`ADDED`) by all. Layers in tiles are a layer of their own (tiles.py).
 Layers of other families launch more or less: norms of queries and keys and after blocks are counted, biases, routing,
-GPT-2's lack of a rope and a gate, and an update for each tensor.
+GPT-2's lack of a rope and a gate, and an update for each matrix.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +11,18 @@ from functools import lru_cache
 
 from tightfit.hardware.launches import (
     BIAS,
-    BLOCK_NORM_UPDATE_MS,
     CHUNK_WEIGHTS,
     EXPERTS,
     FURTHER_CHUNK_MS,
-    HEAD_NORM_UPDATE_MS,
+    LATE_UPDATE_MS,
     LAYER,
+    MATRIX_UPDATE_MS,
     NORM,
     REST,
     ROPE_AND_GATE,
     UPDATE_MS,
     UPDATE_REST_MS,
+    USUAL_MATRICES,
     USUAL_TENSORS,
     VECTOR_UPDATE_MS,
     Launch,
@@ -31,7 +32,6 @@ from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
-from tightfit.plan.seconds.optimizer import update_launch
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 from tightfit.plan.seconds.tiles import TiledLaunches, tiled_launches
@@ -42,21 +42,8 @@ RECOMPUTED = {
     "attention": LAYER["checkpoint_every=1 checkpoint_keep=attention"],
     "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
-RECOMPUTED_AND_UPDATED = (
-    LAYER["update_in_backward=true checkpoint_every=1"],
-    Launch(
-        *(
-            computed + updated - plain
-            for computed, updated, plain in zip(
-                LAYER["checkpoint_every=1"], LAYER["update_in_backward=true"], PLAIN, strict=True
-            )
-        )
-    ),
-)
-"""A layer that is computed again and updated inside backward, and the sum of what either adds."""
-ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, update_launch, offload_launch)
+ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, offload_launch)
 """Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
-LAYER_MATRICES = 7
 NOTHING = Launch(0.0, 0.0)
 
 
@@ -76,7 +63,7 @@ def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec,
     forward_ms += more_forward_ms
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
-        backward_ms += _further_updates_ms(spec)
+        backward_ms += _matrices(spec) * MATRIX_UPDATE_MS
     for share, longer, base in _additions(levers, recompute, tiled):
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)
@@ -96,17 +83,23 @@ def _beyond_llama(spec: ModelSpec, pieces: int) -> list[tuple[int, Launch]]:
 @lru_cache
 def layer_tensors(spec: ModelSpec) -> int:
     """Parameters of one layer: matrices, biases and norms."""
-    matrices = 4 + (3 if spec.gated else 2)
+    return _matrices(spec) + layer_vectors(spec)
+
+
+@lru_cache
+def layer_vectors(spec: ModelSpec) -> int:
+    """Biases and norms of one layer."""
     norms = (2 + 2 * spec.sandwich_norms) * (2 if spec.norm == "layer" else 1) + 2 * spec.qk_norm
-    return matrices + _biases(spec) + norms
+    return _biases(spec) + norms
 
 
-def _further_updates_ms(spec: ModelSpec) -> float:
-    """Of updating inside backward what a layer has more than Llama's seven matrices and two norms."""
-    head_norms, block_norms = 2 * spec.qk_norm, 2 * spec.sandwich_norms
-    vectors = layer_tensors(spec) - USUAL_TENSORS - head_norms - block_norms
-    norms_ms = head_norms * HEAD_NORM_UPDATE_MS + block_norms * BLOCK_NORM_UPDATE_MS
-    return max(0, vectors) * VECTOR_UPDATE_MS + norms_ms
+def late_update_launch_s(spec: ModelSpec, layers: int) -> float:
+    """Host seconds of updating norms and biases of `layers` layers when a backward that updates matrices is over."""
+    return 1e-3 * (LATE_UPDATE_MS + layers * layer_vectors(spec) * VECTOR_UPDATE_MS)
+
+
+def _matrices(spec: ModelSpec) -> int:
+    return 4 + (3 if spec.gated else 2)
 
 
 def _biases(spec: ModelSpec) -> int:
@@ -120,8 +113,6 @@ def _additions(
     for level, share in recompute.shares:
         more, base = (RECOMPUTED[level], PLAIN) if tiled is None else tiled.compared
         yield share, more, base
-        if levers.update_in_backward and offload_launch(levers) is None:
-            yield share, *RECOMPUTED_AND_UPDATED
     for added in ADDED:
         if (launch := added(levers)) is not None:
             yield 1.0, launch, PLAIN
@@ -135,6 +126,6 @@ def update_launch_s(
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
         name, tensors = "optimizer_states=factored", USUAL_TENSORS  # most of it is for the matrices
-        further_chunks = max(0.0, (layers * layer_params + ends) / CHUNK_WEIGHTS - LAYER_MATRICES * layers)
+        further_chunks = max(0.0, (layers * layer_params + ends) / CHUNK_WEIGHTS - USUAL_MATRICES * layers)
     layer_ms = UPDATE_MS[name] * tensors / USUAL_TENSORS
     return 1e-3 * (UPDATE_REST_MS + layers * layer_ms + further_chunks * FURTHER_CHUNK_MS)

@@ -9,7 +9,6 @@ updated beside the link, which takes far longer.
 """
 
 from tightfit.hardware.efficiency import Efficiency
-from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
@@ -17,11 +16,6 @@ from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_forma
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import offloads_states
 from tightfit.plan.seconds.parameters import RankParams
-
-
-def update_launch(levers: Levers) -> Launch | None:
-    """What the host launches of a layer that is updated inside backward; None otherwise."""
-    return LAYER["update_in_backward=true"] if levers.update_in_backward else None
 
 
 def update_s(
