@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.peers.training_step import is_installed
 from benchmarks.records.record import FIT, Case, Way, row_of, run
+from benchmarks.reports.levers import LEVERS
 from benchmarks.rows import RESULTS, append_row
 from tightfit.hardware.host import free_host_bytes
 from tightfit.train.fitting import cap_memory
@@ -76,25 +77,9 @@ RECORDS = {
     "8b-24gb": Case(model=EIGHT, length=2048, cap_gb=24, ways=(Way(levers=FIT),)),
     "1b-16gb": Case(model=ONE, length=8192, cap_gb=16, steps=5, ways=(Way(levers=FIT),)),
 }
-LADDER = (
-    "",
-    "checkpoint_every=1",
-    "checkpoint_every=1 checkpoint_keep=attention",
-    "checkpoint_every=1 checkpoint_keep=matmuls",
-    "checkpoint_every=1 offload_checkpoints=true",
-    "tiles=8",
-    BACK,
-    "optimizer_states=bf16",
-    "optimizer_states=8bit",
-    "optimizer_states=factored",
-    "offload=optimizer",
-    f"offload=optimizer {BACK}",
-    f"offload=weights {BACK} checkpoint_every=1",
-    "matmul=fp8-tensor",
-)
 TINY = ("", "checkpoint_every=1 tiles=2", FIT)
 CASES = RECORDS | {
-    "1b-ladder": Case(model=ONE, length=16_384, ways=tuple(Way(levers=each) for each in LADDER)),
+    "1b-ladder": Case(model=ONE, length=16_384, ways=tuple(Way(levers=each) for each in LEVERS)),
     "1b-allocator": Case(model=ONE, length=16_384, ways=(Way(levers=ALL_AWAY), Way(levers="checkpoint_every=1"))),
     "cpu-tiny": Case(
         model="tiny-llama",

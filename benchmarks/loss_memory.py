@@ -21,6 +21,7 @@ os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
 
 import torch
 
+from benchmarks.recorded_step import recorded
 from benchmarks.rows import RESULTS, append_row, picture_folder
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
@@ -31,7 +32,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.search.pins import parse_pins
 from tightfit.report.simulated import simulate_timeline
-from tightfit.report.timeline import Timeline, draw_timelines, recorded
+from tightfit.report.timeline import Timeline, draw_timelines
 from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
 
 SETTINGS = Optimizer(lr=1e-5)

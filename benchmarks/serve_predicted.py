@@ -44,12 +44,12 @@ def random_engine(name: str) -> Engine:
     return Engine(model, None, CONFIG)
 
 
-def measured_seconds(engine: Engine, at_once: int, prompt: int) -> tuple[float, float]:
+def processor_seconds(engine: Engine, at_once: int, prompt: int, answer: int = ANSWER) -> tuple[float, float]:
     """Processor time of the step of all prompts, and of the median of the steps after it."""
     chance, top = random.Random(at_once + prompt), engine.model.spec.vocab_size
     for index in range(at_once):
         tokens = [chance.randrange(top) for _ in range(prompt)]
-        sampling = Sampling(max_tokens=ANSWER, temperature=0)
+        sampling = Sampling(max_tokens=answer, temperature=0)
         engine.submit(Request(id=str(index), prompt=tokens, sampling=sampling))
     taken = []
     while engine.has_work:
@@ -61,11 +61,11 @@ def measured_seconds(engine: Engine, at_once: int, prompt: int) -> tuple[float, 
 
 def run(model: str, weights: str, engine: Engine, rates: CpuStepRates, arguments: argparse.Namespace) -> None:
     """Every shape, a row each."""
-    measured_seconds(engine, 1, 8)  # what is made on first use is not timed
+    processor_seconds(engine, 1, 8)  # what is made on first use is not timed
     for at_once, prompt in SHAPES[: 2 if arguments.tiny else None]:
         if prompt + ANSWER > engine.max_length or at_once * prompt > engine.config.step_tokens:
             continue
-        first, between = measured_seconds(engine, at_once, prompt)
+        first, between = processor_seconds(engine, at_once, prompt)
         predicted_first, predicted_between = predicted_seconds(engine, rates, at_once, prompt, ANSWER)
         row = {
             "model": model,

@@ -211,8 +211,9 @@ def test_starting_is_quick() -> None:
     assert python_s("-m", "tightfit", "--help") < 2 * python_s("-c", HELP_OF_NOTHING)
 
 
-LONGEST_FILE, LONGEST_BODY = 500, 50
-"""Lines; of a function those after its signature and docstring. Triton kernels, which must be one, are left out."""
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_BODY = 500, 80, 50
+"""Lines; a function's body is what follows its signature and docstring. Triton kernels, which must be one, are left
+out. A verb with many options takes them as one dataclass (cli/options.py)."""
 
 
 def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -228,8 +229,9 @@ def test_files_and_functions_stay_readable() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(node):
                 body = node.body[ast.get_docstring(node) is not None :]
                 lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-                if lines > LONGEST_BODY:
-                    long.append(f"{module}.{node.name}: {lines} lines")
+                whole = (node.end_lineno or 0) - node.lineno + 1
+                if lines > LONGEST_BODY or whole > LONGEST_FUNCTION:
+                    long.append(f"{module}.{node.name}: {lines} lines of {whole}")
     assert long == []
 
 

@@ -147,7 +147,7 @@ def lever_rows(path: Path, case: str = LADDER) -> tuple[Sequence[str], Sequence[
     ]
 
 
-PREDICTED = (
+LEVERS = (
     "",
     "checkpoint_every=1",
     "checkpoint_every=1 checkpoint_keep=attention",
@@ -172,7 +172,7 @@ def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     from tightfit.jobs.layout import Layout
     from tightfit.jobs.levers import Levers
     from tightfit.jobs.workload import Workload
-    from tightfit.memory.formulas.training import peak
+    from tightfit.memory.formulas.training import peaks
     from tightfit.models.presets import preset
     from tightfit.plan.cost import Costs
     from tightfit.plan.search.pins import parse_pins
@@ -181,9 +181,10 @@ def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     workload, layout = Workload(spec=preset(model), sequence_length=length, global_batch=1), Layout(micro_batch=1)
     frame, rows = Costs(workload, parse_machine(machine)).of(layout), []
     plain_s = frame.step(Levers()).step_s
-    for text in PREDICTED:
+    for text in LEVERS:
         levers = Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)
-        gpu, host = (count / 2**30 for count in peak(workload, layout, levers))
+        needed = peaks(workload, layout, levers)
+        gpu, host = needed.gpu_bytes / 2**30, needed.host_bytes / 2**30
         shown = ", ".join(f"`{each}`" for each in text.split()) or NONE
         on_host = f"{host:.1f} GiB" if host else "–"
         rows.append((shown, f"{gpu:.1f} GiB", on_host, f"{frame.step(levers).step_s / plain_s:.2f} ×"))

@@ -12,7 +12,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
 from tightfit.plan.seconds.tensor import forward_calls, regather_calls
@@ -54,7 +54,7 @@ def costs_of(kind: str) -> Iterator[Cost]:
         yield Cost(
             layout.ranks,
             _sent_bytes(workload, layout),
-            peak(workload, layout, RECOMPUTED)[0],
+            peaks(workload, layout, RECOMPUTED).gpu_bytes,
             Costs(workload, machine).step(layout, Levers()).tensor_s,
         )
 

@@ -82,6 +82,8 @@ def test_other_ways_to_shrink(
         (("--bits", "11"), "2 to 8"),
         (("--recipe", "missing.yaml"), "cannot read recipe missing.yaml: No such file"),
         (("--recipe", "missing.yaml", "--bits", "4"), "belong to --method"),
+        (("--recipe", "missing.yaml", "--method", "svd"), "--method is svd, but a recipe has methods in its steps"),
+        (("--fit", "T4", "--method", "structured"), "structured quantizes nothing"),
         (("--method", "rtn", "--group", "48"), "whole groups"),
         (("--keep-mlp", "48"), "--method structured"),
         (("--method", "structured", "--bits", "4"), "other methods than structured"),

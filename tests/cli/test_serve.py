@@ -30,6 +30,11 @@ MISTAKES = {
         ["--batch-invariant", "--tensor", "2"],
         "--batch-invariant does not go with --ten",
     ),
+    "a cache of ours in vLLM": (
+        ["--export", "vllm", "--cache-gib", "4"],
+        "--cache-gib is 4.0, which is about our own server; leave it or --export out",
+    ),
+    "a file of no export": (["--out", "x.sh"], "--out is x.sh, which is about --export; add that or leave it out"),
     "somebody else's address": (["--host", "192.0.2.1"], "--host is '192.0.2.1', which is no address of this machine"),
 }
 

@@ -115,3 +115,5 @@ def test_several_nodes_get_a_line(
     ]
     assert ask("--nodes", "3") == 2
     assert "which 3 nodes cannot share evenly" in capsys.readouterr().err
+    assert ask("--nodes", "2", "--restarts", "3") == 2
+    assert "--restarts is 3, but --nodes only prints the line" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.attention_mask import AttentionMask, documents_between
+from tightfit.kernels.attention_mask import AttentionMask
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,3 @@ def test_block_masks_say_what_masks_do(window: int | None, documents: Tensor | N
     index = torch.arange(300)
     by_function = [block_mask.mask_mod(torch.tensor(b), None, index[:, None], index) for b in range(len(seen))]
     assert torch.equal(torch.stack(by_function), seen)
-
-
-def test_documents_from_boundaries() -> None:
-    assert documents_between(torch.tensor([0, 2, 3, 6]), 6).tolist() == [[0, 0, 1, 2, 2, 2]]

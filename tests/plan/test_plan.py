@@ -15,7 +15,7 @@ from tightfit.jobs.job import Job
 from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.teacher import Teacher
 from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peak, training_ledger
+from tightfit.memory.formulas.training import peaks, training_ledger
 from tightfit.models.presets import preset
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.plan import Plan
@@ -62,7 +62,7 @@ def test_what_is_trained_beside_the_model_goes_through_json(plan: Plan, tmp_path
 def test_the_ledger_is_the_plans(plan: Plan) -> None:
     assert plan.ledger == training_ledger(plan.workload, plan.layout, plan.levers, INSTALLED)
     assert plan.ledger.peak_bytes() == pytest.approx(plan.gpu_peak_bytes, rel=1e-6)
-    assert peak(plan.workload, plan.layout, plan.levers, INSTALLED)[0] == plan.gpu_peak_bytes
+    assert peaks(plan.workload, plan.layout, plan.levers, INSTALLED).gpu_bytes == plan.gpu_peak_bytes
     assert plan.tokens_per_second == pytest.approx(64 * 4096 / plan.step_seconds)
 
 

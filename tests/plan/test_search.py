@@ -13,7 +13,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.jobs.teacher import Teacher
 from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peak, peaks
+from tightfit.memory.formulas.training import peaks
 from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
 from tightfit.plan.search.candidate import Candidate
@@ -80,7 +80,7 @@ def test_levers_only_ever_save_memory() -> None:
     asked = question("llama-3.1-8b", "8xA100-80GB", 4096, 64)
     levers = asked.space.levers()
     for layout in (Layout(data=8, zero=3, micro_batch=2), Layout(data=2, tensor=2, pipeline=2, micro_batch=4)):
-        needed = [peak(asked.workload, layout, each, INSTALLED)[0] for each in levers]
+        needed = [peaks(asked.workload, layout, each, INSTALLED).gpu_bytes for each in levers]
         pairs = [(i, j) for i, a in enumerate(levers) for j, b in enumerate(levers) if weaker(a, b)]
         assert len(pairs) > len(levers)
         assert [(levers[i], levers[j]) for i, j in pairs if needed[i] < needed[j] * 0.999] == []
@@ -90,7 +90,7 @@ def test_larger_micro_batches_need_more_memory_while_gradients_add_up() -> None:
     asked = question("llama-3.1-8b", "8xA100-80GB", 1024, 64)
     for zero in (0, 1, 2, 3):
         layouts = [Layout(data=8, zero=zero, micro_batch=rows) for rows in (1, 2, 4)]
-        needed = [peak(asked.workload, layout, Levers(), INSTALLED)[0] for layout in layouts]
+        needed = [peaks(asked.workload, layout, Levers(), INSTALLED).gpu_bytes for layout in layouts]
         assert needed == sorted(needed)
 
 
@@ -111,9 +111,8 @@ def test_the_leanest_of_a_family_are_the_leanest(asked: Question) -> None:
     for family in space.families():
 
         def least(layouts: list[Layout]) -> int:
-            return min(
-                peak(asked.workload, each, space.levers_of(each, host=False)[-1], INSTALLED)[0] for each in layouts
-            )
+            strongest = ((each, space.levers_of(each, host=False)[-1]) for each in layouts)
+            return min(peaks(asked.workload, *each, INSTALLED).gpu_bytes for each in strongest)
 
         chosen = space.leanest(family)
         assert least(chosen) == least(family), family[0]

@@ -22,7 +22,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas import gpt
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.pipeline import micro_batches_in_flight
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.models.presets import preset
 from tightfit.plan.seconds.pipeline import bubble_share
 from tightfit.report.memory import COLORS, Bar, Card, _clear_of, bar, draw_memory, draw_zero
@@ -56,7 +56,7 @@ def test_a_bar_is_as_high_as_the_peak() -> None:
     spec, levers = preset(LLAMA), Levers(checkpoint_every=1)
     drawn = bar(spec, 4096, levers, data=8, zero=3)
     workload = Workload(spec=spec, sequence_length=4096, global_batch=16)
-    assert drawn.bytes == peak(workload, Layout(micro_batch=1, data=8, zero=3), levers, Overheads(0, 0, 0))[0]
+    assert drawn.bytes == peaks(workload, Layout(micro_batch=1, data=8, zero=3), levers, Overheads(0, 0, 0)).gpu_bytes
     assert set(drawn.parts) == set(COLORS)
     assert all(drawn.parts.values())
 
@@ -220,9 +220,9 @@ def test_the_pages_figures_are_the_formulas() -> None:
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     spec = preset(LLAMA)
     eight = Workload(spec=spec, sequence_length=16384, global_batch=8)
-    split = peak(eight, Layout(micro_batch=1, data=8, zero=3), Levers(checkpoint_every=1))[0]
+    split = peaks(eight, Layout(micro_batch=1, data=8, zero=3), Levers(checkpoint_every=1)).gpu_bytes
     alone = Workload(spec=spec, sequence_length=4096, global_batch=1)
-    whole = peak(alone, Layout(micro_batch=1), Levers(checkpoint_every=1))[0]
+    whole = peaks(alone, Layout(micro_batch=1), Levers(checkpoint_every=1)).gpu_bytes
     assert f"{split / 2**30:.1f} GiB of an 80 GB card" in page
     assert f"{whole / 2**30:.1f} GiB on one" in page
 

@@ -14,7 +14,7 @@ from tightfit.models.presets import preset
 from tightfit.plan.search.pins import parse_pins
 from tightfit.prove.rehearsal import trace_training_step
 from tightfit.report.simulated import simulate_timeline
-from tightfit.report.timeline import Recorder, Timeline, draw_timelines, of_history, of_replay, of_simulation
+from tightfit.report.timeline import Timeline, draw_timelines, of_replay, of_simulation
 
 MIB = 2**20
 REPLAY = Replay(
@@ -52,18 +52,6 @@ def test_thinned_keeps_the_highest_of_each_stretch() -> None:
     few = line.thinned(points=2)
     assert (few.positions, few.allocated_bytes, few.reserved_bytes) == ([1, 4], [9, 8], [11, 14])
     assert line.thinned() == line
-
-
-def test_a_recorded_history_starts_from_what_was_there() -> None:
-    recorder = Recorder(allocated_bytes=1024, reserved_bytes=2 * MIB)
-    recorder.started_us, recorder.starts = 1000.0, [(0.0, "forward"), (2.0, "backward")]
-    rows = [("segment_alloc", 20 * MIB), ("alloc", 3 * MIB), ("free_requested", 3 * MIB), ("free_completed", 3 * MIB)]
-    history = [{"action": a, "size": s, "addr": 0, "time_us": 2000.0 + 1000 * i} for i, (a, s) in enumerate(rows)]
-    found = of_history(history, recorder)
-    assert found.positions == [1, 2, 3, 4]
-    assert found.allocated_bytes == [1024, 1024 + 3 * MIB, 1024 + 3 * MIB, 1024]
-    assert found.reserved_bytes == [22 * MIB] * 4
-    assert found.phases() == [("forward", 0, 2), ("backward", 2, 4)]
 
 
 def one_step() -> Trace:

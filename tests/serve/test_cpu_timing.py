@@ -1,12 +1,11 @@
 """What steps take on this CPU, measured part by part: what is predicted from it is of the order of what is measured."""
 
-import statistics
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.serve_predicted import processor_seconds
 from tests.serve.conftest import SHAPE
 from tests.serve.little_timing import measure_little
 from tightfit.models.decoder import Decoder
@@ -15,8 +14,6 @@ from tightfit.serve import cpu_timing
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.load import measured_rates, predicted_seconds
-from tightfit.serve.requests.request import Request
-from tightfit.serve.requests.sampling import Sampling
 
 TIMES = 2.5
 """What it said before was up to five times too fast."""
@@ -30,19 +27,6 @@ def engine() -> Engine:
     model = Decoder(replace(SHAPE, hidden_size=256, heads=8, kv_heads=4, head_dim=32, mlp_size=1024, layers=4))
     init_weights(model)
     return Engine(model, None, EngineConfig(max_sequences=16, prefix_cache=False, cache_bytes=2**24))
-
-
-def processor_seconds(engine: Engine, at_once: int, prompt: int, answer: int) -> tuple[float, float]:
-    """Of the first step, and of the median of the others."""
-    for index in range(at_once):
-        sampling = Sampling(max_tokens=answer, temperature=0)
-        engine.submit(Request(id=str(index), prompt=[1 + index] * prompt, sampling=sampling))
-    taken = []
-    while engine.has_work:
-        began = time.process_time()
-        engine.step()
-        taken.append(time.process_time() - began)
-    return taken[0], statistics.median(taken[1:])
 
 
 @pytest.mark.thorough  # how near it comes depends on the CPU's caches: its own rows are in docs/serving.md

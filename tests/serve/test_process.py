@@ -201,11 +201,12 @@ def test_a_server_without_a_model_answers(tmp_path: Path) -> None:
 def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tightfit.cli.generate import generate
 
-    (tmp_path / "in.jsonl").write_text('{"prompt": "the"}\n{"prompt": "a"}\n')
-    generate(str(directory), tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=4, device="cpu")
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text('{"prompt": "the"}\n{"prompt": "a"}\n')
+    generate(model=str(directory), source=asked, target=answered, max_tokens=4, device="cpu")
     assert "2 prompts answered" in capfd.readouterr().out
-    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
-    generate(str(directory), tmp_path / "in.jsonl", tmp_path / "out.jsonl", max_tokens=4, device="cpu")
+    assert len(answered.read_text().splitlines()) == 2
+    generate(model=str(directory), source=asked, target=answered, max_tokens=4, device="cpu")
     assert "out.jsonl has all the answers already; name another --out" in capfd.readouterr().out
 
 

@@ -220,7 +220,7 @@ def test_an_update_is_three_operations() -> None:
 
 
 @pytest.mark.parametrize("form", ["auto", "8bit", "factored"])
-def test_norms_and_biases_are_one_update(form: str) -> None:
+def test_norms_and_biases_are_one_update(form: Any) -> None:
     """Of GPT-2's ten in a layer, and of the others: a list of them, which one kernel updates."""
     model = Decoder(resolve_spec("tiny-gpt2"))
     levers = Levers(update_in_backward=True, optimizer_states=form)

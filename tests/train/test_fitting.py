@@ -13,7 +13,7 @@ from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.prove.measured_run import measure_job
 from tightfit.report.fitting import fit_beside_run
 from tightfit.train.fitting import fit_job, fit_machine, with_memory
@@ -59,12 +59,12 @@ def test_small_cards_train_large_models(model: str, length: int, gib: float) -> 
     fitted = fit_machine(job_of(model, length), card(gib), "bf16")
     assert fitted.plan is not None
     assert not fitted.job.fit
-    gpu, host = peak(fitted.plan.workload, fitted.job.layout, fitted.job.levers, INSTALLED)
+    gpu, host, _ = peaks(fitted.plan.workload, fitted.job.layout, fitted.job.levers, INSTALLED)
     assert gpu <= gib * GIB
     assert host <= 110 * GIB
     assert 3 <= len(fitted.said) <= 6
     assert all(line.startswith("fit: ") for line in fitted.said)
-    plain, _ = peak(fitted.plan.workload, fitted.job.layout, Levers(), INSTALLED)
+    plain = peaks(fitted.plan.workload, fitted.job.layout, Levers(), INSTALLED).gpu_bytes
     assert (fitted.job.levers == Levers()) == (plain <= 0.95 * gib * GIB)
 
 

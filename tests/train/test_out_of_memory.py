@@ -19,7 +19,7 @@ from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.models.mlp import Mlp
 from tightfit.models.presets import preset
 from tightfit.train import out_of_memory
@@ -127,7 +127,7 @@ def test_advice_saves_what_was_missing_for_the_least_time(
     job = tiny_job(tmp_path / "other", corpus, token_cache, global_batch=1, layout={"micro_batch": 1}, precision="bf16")
     workload = Workload(spec=preset("llama-3.2-1b"), sequence_length=8192, global_batch=1)
     running = Running(job, workload, nn.Linear(1, 1), None, torch.device("cpu"))  # type: ignore[arg-type]
-    now, _ = peak(workload, job.layout, job.levers, INSTALLED)
+    now = peaks(workload, job.layout, job.levers, INSTALLED).gpu_bytes
     slower = []
     for missing in (GIB // 4, 3 * GIB, 12 * GIB):
         advice = _advice(running, missing)

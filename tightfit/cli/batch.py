@@ -4,13 +4,15 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import AsJson
+
 
 def batch(
     seq: Annotated[int, typer.Option(min=1, help="Tokens per row.")],
     ranks: Annotated[int, typer.Option(min=1, help="Data ranks.")] = 1,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows per optimizer step; give this or --tokens.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens per optimizer step: 4M.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the ways to split a global batch: micro-batch × accumulation × data ranks.
 

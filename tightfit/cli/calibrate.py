@@ -4,10 +4,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from tightfit.cli.options import AsJson
+
 
 def calibrate(
     device: Annotated[Literal["auto", "cuda", "cpu"], typer.Option(help="What to measure.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure products, attention, copies, the host link and launches on this machine, in under a minute.
 

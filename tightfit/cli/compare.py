@@ -5,11 +5,13 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import AsJson
+
 
 def compare(
     predicted: Annotated[Path, typer.Argument(help="A plan, or any file or directory with a ledger.")],
     measured: Annotated[Path, typer.Argument(help="The directory of a measured run, or its ledger.json.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Lay two ledgers side by side, with the error of every line.
 

@@ -1,21 +1,27 @@
 """`tightfit compress`: make a model smaller, layer by layer."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource
+from tightfit.cli.options import AsJson, Device, ModelSource, TextField, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.compress.report import CompressionReport
     from tightfit.compress.structured import KeptShape
     from tightfit.report.compression import CompressionProgress
 
+FACTORISATIONS = ("svd", "whitened-svd")
 
-def compress(
-    model: ModelSource,
-    out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist yet.")],
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions:
+    """What was asked."""
+
+    model: ModelSource
+    out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist yet.")]
     method: Annotated[
         str,
         typer.Option(
@@ -23,50 +29,66 @@ def compress(
             "Pruning: magnitude, wanda, sparsegpt; alone, or before others, as in wanda+gptq. "
             "structured: cut layers, heads, MLP channels or experts. svd, whitened-svd: two layers of low rank for one."
         ),
-    ] = "gptq",
-    bits: Annotated[int | None, typer.Option(help="Bits a weight: 2 to 8; 4 by default, 3 for spqr.")] = None,
+    ] = "gptq"
+    bits: Annotated[int | None, typer.Option(help="Bits a weight: 2 to 8; 4 by default, 3 for spqr.")] = None
     group: Annotated[
         int | None, typer.Option(help="Inputs that share a scale; 0 for one scale a row. 128 by default.")
-    ] = None,
+    ] = None
     symmetric: Annotated[
         bool | None, typer.Option("--symmetric/--asymmetric", help="Without zero points; the default at 8 bits.")
-    ] = None,
+    ] = None
     activations: Annotated[
         Literal["int8", "fp8"] | None, typer.Option(help="Round inputs of layers too, beside 8-bit weights.")
-    ] = None,
+    ] = None
     static: Annotated[
         Literal["minmax", "percentile", "kl", "mse"] | None,
         typer.Option(help="Round inputs by one scale a layer, found in calibration so; else one a token as they come."),
-    ] = None,
-    sparsity: Annotated[float | None, typer.Option(help="Share of weights that pruning makes zero; 0.5.")] = None,
-    pattern: Annotated[str | None, typer.Option(help="As 2:4, by which of every 4 neighbouring inputs 2 stay.")] = None,
-    keep_layers: Annotated[int | None, typer.Option(min=1, help="Layers that stay (structured).")] = None,
-    keep_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads that stay (structured).")] = None,
-    keep_mlp: Annotated[int | None, typer.Option(min=1, help="MLP channels that stay (structured).")] = None,
-    keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None,
-    keep: Annotated[float | None, typer.Option(help="Share of the matrices' numbers that stays (svd); 0.7.")] = None,
+    ] = None
+    sparsity: Annotated[float | None, typer.Option(help="Share of weights that pruning makes zero; 0.5.")] = None
+    pattern: Annotated[str | None, typer.Option(help="As 2:4, by which of every 4 neighbouring inputs 2 stay.")] = None
+    keep_layers: Annotated[int | None, typer.Option(min=1, help="Layers that stay (structured).")] = None
+    keep_heads: Annotated[int | None, typer.Option(min=1, help="Attention heads that stay (structured).")] = None
+    keep_mlp: Annotated[int | None, typer.Option(min=1, help="MLP channels that stay (structured).")] = None
+    keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None
+    keep: Annotated[float | None, typer.Option(help="Share of the matrices' numbers that stays (svd); 0.7.")] = None
     fit: Annotated[
         str | None, typer.Option(metavar="CARD", help="Choose bits layer by layer so that it serves on this card.")
-    ] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None,
+    ] = None
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None
+    recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None
     data: Annotated[
         list[str] | None,
         typer.Option("--data", "-d", help="Text like what the model will read; else its own. Repeatable."),
-    ] = None,
-    field: Annotated[str, typer.Option(help="Column or key that holds the text.")] = "text",
-    samples: Annotated[int, typer.Option(min=1, help="Calibration rows.")] = 128,
+    ] = None
+    field: TextField = "text"
+    samples: Annotated[int, typer.Option(min=1, help="Calibration rows.")] = 128
     sequence_length: Annotated[
         int | None, typer.Option("--seq", min=2, help="Tokens a row; at most 2048 by default.")
-    ] = None,
+    ] = None
     form: Annotated[
         Literal["compressed-tensors", "gptq", "awq", "bitsandbytes", "tightfit"] | None,
         typer.Option("--format", help="File layout; by default the one most programs load."),
-    ] = None,
-    cache: Annotated[Path, typer.Option(help="Where tokenized text is kept.")] = Path("~/.cache/tightfit"),
-    device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = None
+    cache: Annotated[Path, typer.Option(help="Where tokenized text is kept.")] = Path("~/.cache/tightfit")
+    device: Device = "auto"
+    as_json: AsJson = False
+
+    @property
+    def method_options(self) -> dict[str, Any]:
+        """Those of quantizing and of pruning weights, which a recipe has in its steps."""
+        names = ("bits", "group", "symmetric", "sparsity", "pattern", "activations", "static")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def kept(self) -> "KeptShape":
+        """What structured pruning leaves."""
+        from tightfit.compress.structured import KeptShape
+
+        return KeptShape(layers=self.keep_layers, heads=self.keep_heads, mlp=self.keep_mlp, experts=self.keep_experts)
+
+
+@takes_options
+def compress(options: CompressOptions) -> None:
     """Quantize or prune a model layer by layer, with one layer in memory at a time.
 
     Killed, it goes on where it was when the same command is given again. What comes out is a model everywhere:
@@ -82,106 +104,110 @@ def compress(
     tightfit compress my-model --method structured --keep-layers 24 --keep-mlp 1024 --data wiki.txt --out narrow
     tightfit evaluate my-model-4bit --data test.txt --against my-model
     """
+    from tightfit.report.compression import CompressionProgress, print_compression
+
+    _refuse_mixed(options)
+    source = _source(options)
+    with CompressionProgress(quiet=options.as_json) as progress:
+        if options.recipe is None and options.method == "structured":
+            report = _narrowed(options, source, progress)
+        elif options.recipe is None and options.method in FACTORISATIONS:
+            report = _factored(options, source, progress)
+        elif options.fit is not None:
+            report = _fitted(options.fit, options, source, progress)
+        else:
+            report = _compressed(options, source, progress)
+    print_compression(report, as_json=options.as_json)
+
+
+def _refuse_mixed(options: CompressOptions) -> None:
+    """A sentence for options that belong to another method than the one that was asked for."""
     from tightfit.compress.structured import KeptShape
     from tightfit.errors import UserError
-    from tightfit.report.compression import CompressionProgress, print_compression
+
+    method, names = options.method, f"--{', --'.join(options.method_options)}"
+    has_method_options = any(value is not None for value in options.method_options.values())
+    if options.kept != KeptShape() and method != "structured":
+        raise UserError("--keep-layers, -heads, -mlp and -experts belong to --method structured")
+    if options.recipe is not None:
+        refuse_given(options, ("method",), "but a recipe has methods in its steps; leave it or --recipe out")
+    if options.recipe is not None and has_method_options:
+        raise UserError(f"{names} belong to --method; a recipe says them in its steps")
+    if method in ("structured", *FACTORISATIONS) and has_method_options:
+        raise UserError(f"{names} belong to other methods than {method}; say --keep…")
+    if options.keep is not None and method not in FACTORISATIONS:
+        raise UserError(f"--keep belongs to --method svd and whitened-svd, not to {method}")
+    if options.fit is not None and (options.recipe is not None or has_method_options):
+        raise UserError(f"--fit chooses bits itself; drop --recipe and {names}")
+    if options.fit is not None and method in ("structured", *FACTORISATIONS):
+        raise UserError(f"--fit chooses bits, but {method} quantizes nothing; leave one of them out")
+    if options.context is not None and options.fit is None:
+        raise UserError("--context says what --fit makes room for; name a card with --fit")
+
+
+def _source(options: CompressOptions) -> dict[str, Any]:
+    """What jobs of every method have: the model, where it goes, and the text that it is calibrated on."""
     from tightfit.train.precision import choose_device
 
-    options = {"bits": bits, "group": group, "symmetric": symmetric, "sparsity": sparsity, "pattern": pattern}
-    options |= {"activations": activations, "static": static}
-    kept = KeptShape(layers=keep_layers, heads=keep_heads, mlp=keep_mlp, experts=keep_experts)
-    if kept != KeptShape() and method != "structured":
-        raise UserError("--keep-layers, -heads, -mlp and -experts belong to --method structured")
-    if recipe is not None and any(option is not None for option in options.values()):
-        raise UserError(f"--{', --'.join(options)} belong to --method; a recipe says them in its steps")
-    if method in ("structured", "svd", "whitened-svd") and any(option is not None for option in options.values()):
-        raise UserError(f"--{', --'.join(options)} belong to other methods than {method}; say --keep…")
-    if keep is not None and method not in ("svd", "whitened-svd"):
-        raise UserError(f"--keep belongs to --method svd and whitened-svd, not to {method}")
-    if fit is not None and (recipe is not None or any(option is not None for option in options.values())):
-        raise UserError(f"--fit chooses bits itself; drop --recipe and --{', --'.join(options)}")
-    if context is not None and fit is None:
-        raise UserError("--context says what --fit makes room for; name a card with --fit")
-    common: dict[str, Any] = {
-        "model": model,
-        "out": out,
-        "data": tuple(data or ()),
-        "field": field,
-        "samples": samples,
-        "length": sequence_length,
-        "device": str(choose_device(device)),
-        "cache": cache,
-        "progress": not as_json,
+    return {
+        "model": options.model,
+        "out": options.out,
+        "data": tuple(options.data or ()),
+        "field": options.field,
+        "samples": options.samples,
+        "length": options.sequence_length,
+        "device": str(choose_device(options.device)),
+        "cache": options.cache,
+        "progress": not options.as_json,
     }
-    with CompressionProgress(quiet=as_json) as progress:
-        if recipe is None and method == "structured":
-            report = _narrowed(kept, form, common, progress)
-        elif recipe is None and method in ("svd", "whitened-svd"):
-            report = _factored(method, keep, form, common, progress)
-        elif fit is not None:
-            report = _fitted(fit, context, method, form, common, progress)
-        else:
-            report = _compressed(method, recipe, options, form, common, progress)
-    print_compression(report, as_json=as_json)
 
 
-def _narrowed(
-    kept: "KeptShape", form: str | None, common: dict[str, Any], progress: "CompressionProgress"
-) -> "CompressionReport":
+def _narrowed(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
     from tightfit.compress.narrowing import NarrowingJob, narrow
     from tightfit.errors import UserError
 
-    if form is not None:
+    if options.form is not None:
+        form = options.form
         raise UserError(f"--format is {form}, a layout of codes, but structured pruning quantizes nothing; drop it")
-    return narrow(NarrowingJob(kept=kept, **common), progress.announce, progress.layer)
+    return narrow(NarrowingJob(kept=options.kept, **source), progress.announce, progress.layer)
 
 
-def _factored(
-    method: str, keep: float | None, form: str | None, common: dict[str, Any], progress: "CompressionProgress"
-) -> "CompressionReport":
+def _factored(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
     from tightfit.compress.factoring import FactoringJob, factorise
     from tightfit.errors import UserError
 
+    method, form = options.method, options.form
     if form is not None:
         raise UserError(f"--format is {form}, a layout of codes, but {method} quantizes nothing; drop it")
-    fields = common | ({} if keep is None else {"keep": keep})
+    fields = source | ({} if options.keep is None else {"keep": options.keep})
     job = FactoringJob(method="svd" if method == "svd" else "whitened", **fields)
     return factorise(job, progress.announce, progress.layer)
 
 
 def _compressed(
-    method: str,
-    recipe: Path | None,
-    options: dict[str, Any],
-    form: str | None,
-    common: dict[str, Any],
-    progress: "CompressionProgress",
+    options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress"
 ) -> "CompressionReport":
     from tightfit.compress.compression import CompressionJob, compress
     from tightfit.compress.recipe import read_recipe, recipe_of
 
-    steps = recipe_of(method, **options) if recipe is None else read_recipe(recipe)
-    job = CompressionJob(recipe=steps, format=form, **common)
+    if options.recipe is None:
+        recipe = recipe_of(options.method, **options.method_options)
+    else:
+        recipe = read_recipe(options.recipe)
+    job = CompressionJob(recipe=recipe, format=options.form, **source)
     return compress(job, progress.announce, progress.layer)
 
 
 def _fitted(
-    card: str,
-    context: int | None,
-    method: str,
-    form: str | None,
-    common: dict[str, Any],
-    progress: "CompressionProgress",
+    card: str, options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress"
 ) -> "CompressionReport":
-    from dataclasses import replace
-
     from tightfit.compress.compression import CompressionJob, compress
     from tightfit.compress.fitting import fit_bits
     from tightfit.compress.recipe import Recipe
     from tightfit.hardware.machine import parse_machine
 
     machine = parse_machine(card)
-    job = CompressionJob(recipe=Recipe(()), format=form, **common)
-    found = fit_bits(job, machine, context, method, progress.say)
+    job = CompressionJob(recipe=Recipe(()), format=options.form, **source)
+    found = fit_bits(job, machine, options.context, options.method, progress.say)
     progress.say(found.describe(machine))
     return compress(replace(job, recipe=found.recipe), progress.announce, progress.layer)

@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import AsJson
+
 
 def doctor(
     ranks: Annotated[int | None, typer.Option(min=2, max=64, help="Processes; one per GPU unless told.")] = None,
     limit_s: Annotated[float, typer.Option("--limit", min=10, help="Seconds that it may take.")] = 290,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check NCCL, links and every split that fits this machine's GPUs, and measure collectives, in five minutes.
 

@@ -1,15 +1,19 @@
 """`tightfit evaluate`: loss and perplexity of a model on text."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tightfit.cli.options import Device, Precision, Verify
+from tightfit.cli.options import AsJson, Device, Precision, TextField, Verify, takes_options
 from tightfit.cli.outputs import is_picture, refuse_foreign
 
 
-def evaluate(
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """What was asked."""
+
     models: Annotated[
         list[str],
         typer.Argument(
@@ -17,29 +21,42 @@ def evaluate(
             help="A run or checkpoint, a Hugging Face directory, a GGUF file, or smollm2-135m-instruct; several with "
             "--against.",
         ),
-    ],
-    data: Annotated[list[str], typer.Option("--data", "-d", help="File or directory of text; may be repeated.")],
-    field: Annotated[str, typer.Option(help="Column or key that holds the text.")] = "text",
+    ]
+    data: Annotated[list[str], typer.Option("--data", "-d", help="File or directory of text; may be repeated.")]
+    field: TextField = "text"
     chat: Annotated[
         bool, typer.Option("--chat", help="The data are conversations; what the assistant says counts.")
-    ] = False,
+    ] = False
     sequence_length: Annotated[
         int | None,
         typer.Option("--seq", help="Tokens per row; the model's positions, at most 2048, by default."),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4,
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4
     against: Annotated[
         str | None, typer.Option(help="Another model, such as the one this was compressed from, to compare with.")
-    ] = None,
+    ] = None
     picture: Annotated[
         Path | None, typer.Option(help="Draw size against perplexity and KL (--against); ends in .png or .svg.")
-    ] = None,
-    cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit"),
-    device: Device = "auto",
-    precision: Precision = "auto",
-    verify: Verify = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = None
+    cache: Annotated[Path, typer.Option(help="Where tokenized shards are kept.")] = Path("~/.cache/tightfit")
+    device: Device = "auto"
+    precision: Precision = "auto"
+    verify: Verify = True
+    as_json: AsJson = False
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """How text becomes rows of a batch."""
+        return {
+            "field": self.field,
+            "sequence_length": self.sequence_length,
+            "batch": self.batch,
+            "cache": self.cache,
+        }
+
+
+@takes_options
+def evaluate(options: EvaluateOptions) -> None:
     """Measure a model's loss and perplexity on text.
 
     Documents are packed into rows without attention across their borders; all tokens but the first of each count.
@@ -51,40 +68,27 @@ def evaluate(
     tightfit evaluate small --data README.md --against smollm2-135m-instruct
     tightfit evaluate 8bit 4bit 3bit --data README.md --against smollm2-135m-instruct --picture sizes.png
     """
-    if against is not None:
-        refuse_with_against(chat=chat, precision=precision != "auto", no_verify=not verify)
-        options = {"field": field, "sequence_length": sequence_length, "batch": batch, "cache": cache}
-        return _compare(models, against, data, picture, device, options, as_json=as_json)
-    _refuse_without_against(models, picture)
+    if options.against is not None:
+        refuse_with_against(chat=options.chat, precision=options.precision != "auto", no_verify=not options.verify)
+        return _compare(options, options.against)
+    _refuse_without_against(options.models, options.picture)
     from tightfit.report.tables import print_evaluation
     from tightfit.train.evaluation import evaluate_source
 
     result = evaluate_source(
-        models[0],
-        data,
-        field=field,
-        chat=chat,
-        sequence_length=sequence_length,
-        batch=batch,
-        cache=cache,
-        device=device,
-        precision=precision,
-        verified=verify,
-        progress=not as_json,
+        options.models[0],
+        options.data,
+        chat=options.chat,
+        device=options.device,
+        precision=options.precision,
+        verified=options.verify,
+        progress=not options.as_json,
+        **options.rows,
     )
-    print_evaluation(result, as_json=as_json)
+    print_evaluation(result, as_json=options.as_json)
 
 
-def _compare(
-    models: list[str],
-    against: str,
-    data: list[str],
-    picture: Path | None,
-    device: Device,
-    options: dict[str, Any],
-    *,
-    as_json: bool,
-) -> None:
+def _compare(options: EvaluateOptions, against: str) -> None:
     """Every model beside `against`; the reports of those that have one get what was found."""
     from tightfit.compress.comparison import compare_sources
     from tightfit.models.loading import weight_file_bytes, weights_path
@@ -93,19 +97,20 @@ def _compare(
     from tightfit.report.figure import check_picture_path
     from tightfit.train.precision import choose_device
 
+    models, data, picture = options.models, options.data, options.picture
     if picture is not None:
         check_picture_path(picture)
         refuse_foreign(picture, is_picture, "a picture")
     original, sizes = (against, weight_file_bytes(against)), [weight_file_bytes(model) for model in models]
-    where = choose_device(device)
+    device = choose_device(options.device)
     found = []
     for model, size in zip(models, sizes, strict=True):
-        result = compare_sources(model, against, data, device=where, progress=not as_json, **options)
+        result = compare_sources(model, against, data, device=device, progress=not options.as_json, **options.rows)
         found.append(Compared(model, size, result))
         add_comparison(weights_path(model), found[-1], against, data)
     if picture is not None:
         draw_sizes(found, original, picture)
-    print_comparison(found, original, as_json=as_json)
+    print_comparison(found, original, as_json=options.as_json)
 
 
 def _refuse_without_against(models: list[str], picture: Path | None) -> None:

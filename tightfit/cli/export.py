@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import ModelSource, Verify
+from tightfit.cli.options import AsJson, ModelSource, Verify
 
 WHOLE = ("fp32", "bf16", "fp16", "q8_0")
 """Number formats that are written weight by weight, without text that says what matters."""
@@ -31,7 +31,7 @@ def export(
     data: Annotated[
         list[str] | None, typer.Option("--data", "-d", help="Text that says which weights of a small GGUF matter most.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a model in a format that other programs load, without optimizer states.
 
@@ -97,7 +97,7 @@ def _export_small(
 
     if form != "gguf":
         raise UserError(f"dtype {dtype} is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
-    made = export_gguf(
+    exported = export_gguf(
         model, target, dtype, data, samples=32, length=None, cache=Path("~/.cache/tightfit"), device=torch.device("cpu")
     )
-    print_export(made, as_json=as_json)
+    print_export(exported, as_json=as_json)

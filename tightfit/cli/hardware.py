@@ -1,11 +1,9 @@
 """`tightfit hardware`: the accelerators the planner knows."""
 
-from typing import Annotated
-
-import typer
+from tightfit.cli.options import AsJson
 
 
-def hardware(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def hardware(as_json: AsJson = False) -> None:
     """List the accelerators that `tightfit plan --on` knows, with their figures and where these come from."""
     from tightfit.report.plan import print_catalog
 

@@ -1,35 +1,36 @@
 """`tightfit launch`: a job's processes on this machine, or the line that starts them on several."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightfit.cli.options import Override
-from tightfit.cli.resuming import DryRun, From, Overwrite, Resume, ResumeAuto, resuming, start_words
+from tightfit.cli.options import refuse_given, takes_options
+from tightfit.cli.resuming import StartOptions
 from tightfit.cli.train import show_dry_run, train_as_rank
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
 
 
-def launch(
-    job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")],
-    override: Override = None,
-    resume: Resume = False,
-    resume_auto: ResumeAuto = False,
-    checkpoint: From = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(StartOptions):
+    """What was asked."""
+
+    job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")]
     restarts: Annotated[
         int, typer.Option(min=0, help="Start all ranks again, from the newest checkpoint, when one dies.")
-    ] = 0,
+    ] = 0
     check: Annotated[
         bool, typer.Option("--check", help="First compare the ranks with one process, as `tightfit check` does.")
-    ] = False,
-    nodes: Annotated[int, typer.Option(min=1, help="Only print the line to run on each of so many machines.")] = 1,
-    head: Annotated[str, typer.Option(help="The machine at which they meet.")] = "HOST",
-) -> None:
+    ] = False
+    nodes: Annotated[int, typer.Option(min=1, help="Only print the line to run on each of so many machines.")] = 1
+    head: Annotated[str, typer.Option(help="The machine at which they meet.")] = "HOST"
+
+
+@takes_options
+def launch(options: LaunchOptions) -> None:
     """Start one process per rank of a job on this machine: on its GPUs, or on the CPU.
 
     SIGINT, SIGTERM or SIGHUP stops all ranks after their step, with a checkpoint. Exit codes: 2 when a rank died or a
@@ -43,28 +44,28 @@ def launch(
     """
     from tightfit.plan.job import read_job
 
-    overrides = override or []
-    loaded, _ = read_job(job, overrides)
-    if dry_run:
-        begin = {"resume": resuming(resume, resume_auto), "overwrite": overwrite, "checkpoint": checkpoint}
-        return show_dry_run(loaded, begin, as_json=False)
-    changes = [word for text in overrides for word in ("-o", text)]
-    arguments = [str(job), *changes]
-    start_options = start_words(resume, resume_auto, checkpoint, overwrite)
+    job, _ = read_job(options.job, options.overrides)
+    if options.dry_run:
+        return show_dry_run(job, options.start, as_json=False)
+    changes = [word for text in options.overrides for word in ("-o", text)]
+    arguments = [str(options.job), *changes]
 
     from tightfit.launch.forked import TRAINING, start_server
 
-    if nodes == 1:
+    if options.nodes == 1:
         start_server(TRAINING)  # which imports while we do
 
     from tightfit.launch.launcher import launch as start
     from tightfit.launch.launcher import torchrun_line
 
-    if nodes > 1:
-        return typer.echo(torchrun_line(loaded.layout.ranks, nodes, head, [*arguments, *start_options]))
-    if check:
-        require_same(loaded, str(job))
-    if (stopped_by := start(loaded, arguments, start_options, restarts, train_as_rank)) is not None:
+    if options.nodes > 1:
+        refuse_given(options, ("restarts", "check"), "but --nodes only prints the line; leave one of them out")
+        words = [*arguments, *options.start_words]
+        return typer.echo(torchrun_line(job.layout.ranks, options.nodes, options.head, words))
+    if options.check:
+        require_same(job, str(options.job))
+    stopped_by = start(job, arguments, options.start_words, options.restarts, train_as_rank)
+    if stopped_by is not None:
         raise typer.Exit(128 + stopped_by)
 
 

@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
+from tightfit.cli.options import AsJson
+
 
 def models(
     name: Annotated[
         str | None, typer.Argument(help="A preset, directory or config.json; all presets by default.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the model presets with their sizes, or show the shape of one model.
 

@@ -1,8 +1,16 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and verbs that take theirs as one dataclass."""
 
-from typing import Annotated, Literal
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from functools import wraps
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
+
+from tightfit.errors import UserError
+
+Options = TypeVar("Options")
 
 ModelSource = Annotated[
     str,
@@ -23,3 +31,32 @@ Override = Annotated[
     list[str] | None,
     typer.Option("-o", "--override", help="Change a field: -o layout.micro_batch=1. May be repeated."),
 ]
+TextField = Annotated[str, typer.Option(help="Column or key that holds the text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+Temperature = Annotated[float, typer.Option("-t", "--temperature", help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this probability.")]
+MaxSequences = Annotated[int, typer.Option(help="Answers under way at a time.", min=1)]
+Draft = Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")]
+
+
+def takes_options(verb: Callable[[Options], None]) -> Callable[..., None]:
+    """`verb` as typer reads it: every field of the dataclass that it takes is a parameter."""
+    kind = get_type_hints(verb)["options"]
+
+    @wraps(verb)
+    def with_each_option(**given: Any) -> None:
+        verb(kind(**given))
+
+    with_each_option.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]
+    return with_each_option
+
+
+def refuse_given(options: Any, names: tuple[str, ...], reason: str) -> None:
+    """A sentence for the first of these options that was given, which would be passed over."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in names and value != field.default:
+            told = "given" if value is True else ", ".join(value) if isinstance(value, list) else value
+            raise UserError(f"--{field.name.replace('_', '-')} is {told}, {reason}")

@@ -1,9 +1,12 @@
 """`tightfit plan`: will it fit, how, and how fast."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from tightfit.cli.options import AsJson, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
@@ -16,62 +19,72 @@ if TYPE_CHECKING:
 JOB_FILES = (".yaml", ".yml")
 DOES_NOT_FIT = 4
 """Exit code where the model does not fit the machine."""
+OF_SERVING = ("quantize", "context", "cache_format", "batch")
+OF_TRAINING = (
+    *("seq", "global_batch", "batch_tokens", "precision", "engine", "steps", "tokens", "pin", "adapter", "bits"),
+    *("allow_lossy", "confirm", "compare_estimators", "save", "export"),
+)
 
 
-def plan(
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What was asked."""
+
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A preset, a directory with a config.json, or a job file (YAML).")
-    ],
-    on: Annotated[str, typer.Option(help="The machine: 8xV100-32GB, 2x8xH100-80GB, 4xA100-40GB:pcie.")] = "local",
-    host_memory: Annotated[str | None, typer.Option(help="Memory of one node's host: 512GB.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Rows per optimizer step, over all GPUs.")] = None,
-    batch_tokens: Annotated[str | None, typer.Option(help="The same in tokens: 4M.")] = None,
+    ]
+    on: Annotated[str, typer.Option(help="The machine: 8xV100-32GB, 2x8xH100-80GB, 4xA100-40GB:pcie.")] = "local"
+    host_memory: Annotated[str | None, typer.Option(help="Memory of one node's host: 512GB.")] = None
+    seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None
+    global_batch: Annotated[int | None, typer.Option(help="Rows per optimizer step, over all GPUs.")] = None
+    batch_tokens: Annotated[str | None, typer.Option(help="The same in tokens: 4M.")] = None
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "pure-bf16"] | None, typer.Option(help="By default what suits the card.")
-    ] = None,
+    ] = None
     engine: Annotated[
         str,
         typer.Option(help="Whose training code the numbers are for: tightfit, hf, deepspeed, torchtitan, megatron."),
-    ] = "tightfit",
-    steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None,
+    ] = "tightfit"
+    steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None
+    tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None
     pin: Annotated[
         list[str] | None,
         typer.Option("-o", "--pin", help="Decide a field: -o layout.zero=3 -o levers.offload=none. May be repeated."),
-    ] = None,
+    ] = None
     adapter: Annotated[
         int | None, typer.Option(help="Train adapters of this rank (LoRA) on the model, which stays frozen.")
-    ] = None,
+    ] = None
     bits: Annotated[
         int | None, typer.Option(help="With --adapter: bits that the frozen model is held in, 2, 4 or 8 (QLoRA).")
-    ] = None,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Let the planner narrow optimizer states.")
-    ] = False,
+    ] = None
+    allow_lossy: Annotated[bool, typer.Option("--allow-lossy", help="Let the planner narrow optimizer states.")] = False
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="Simulate the plan: the real step on fake tensors.")
-    ] = False,
+        bool,
+        typer.Option("--confirm", help="Simulate the plan: the real step on fake tensors."),
+    ] = False
     compare_estimators: Annotated[
         bool, typer.Option("--compare-estimators", help="Show DeepSpeed's and accelerate's estimates.")
-    ] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON; `tightfit train` runs it.")] = None,
+    ] = False
+    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON; `tightfit train` runs it.")] = None
     export: Annotated[
         list[str] | None,
         typer.Option(
             help="A folder for all exports, or KIND=FILE, where KIND is deepspeed, accelerate, torchrun, slurm, "
             "kubernetes, pytorchjob or skypilot."
         ),
-    ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False,
-    quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None,
+    ] = None
+    serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False
+    quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None
+    context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None
     cache_format: Annotated[
         Literal["model", "int8", "fp8"] | None, typer.Option(help="What served keys and values are kept in.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Requests served at a time.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = None
+    batch: Annotated[int | None, typer.Option(help="Requests served at a time.")] = None
+    as_json: AsJson = False
+
+
+@takes_options
+def plan(options: PlanOptions) -> None:
     """Find the layout and levers with which a model trains fastest on the GPUs you have, before running anything.
 
     Tells whether it fits, where memory and time go, and what else would do; or what would have to change. The exit code
@@ -85,53 +98,28 @@ def plan(
     tightfit plan llama-3.1-8b --on T4 --serve --quantize q8_0 --context 4096
     tightfit plan compressed-model --on T4 --serve
     """
-    from tightfit.errors import UserError
     from tightfit.hardware.machine import parse_machine
 
-    machine = parse_machine(on, host_memory)
-    if serve:
-        cache = cache_format or "model"
-        return _serve(model, machine, quantize, context, 1 if batch is None else batch, cache, as_json=as_json)
-    about_serving = (("quantize", quantize), ("context", context), ("batch", batch), ("cache-format", cache_format))
-    for name, given in about_serving:
-        if given is not None:
-            raise UserError(f"--{name} is {given}, which is about serving; add --serve or leave it out")
+    machine = parse_machine(options.on, options.host_memory)
+    if options.serve:
+        refuse_given(options, OF_TRAINING, "which is about training; leave it or --serve out")
+        return _serve(options, machine)
+    refuse_given(options, OF_SERVING, "which is about serving; add --serve or leave it out")
     from tightfit.plan.answer import answer
     from tightfit.report.plan import print_answer
     from tightfit.report.waiting import waiting
 
-    question = _question(
-        model,
-        machine,
-        seq=seq,
-        rows=global_batch,
-        batch_tokens=batch_tokens,
-        precision=precision,
-        engine=engine,
-        steps=steps,
-        tokens=tokens,
-        pins=pin or [],
-        lossy=allow_lossy,
-    )
-    question = _with_adapters(question, adapter, bits)
-    _check_outputs(save, export or [])
+    question = _with_adapters(_question(options, machine), options.adapter, options.bits)
+    _check_outputs(options)
     with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
         found = answer(question)
     with waiting("rehearsing the step on fake tensors"):
-        extra = _more(found.plan, confirm=confirm, compare_estimators=compare_estimators)
-    said = []
-    if save is not None:
-        found.plan.save(save)
-        said.append(f"wrote {save}; run it with `tightfit train {save}`")
-    if export:
-        from tightfit.plan.export.files import export as write_export
-
-        said += [line for wanted in export for line in write_export(found.plan, wanted)]
-    frozen = found.plan.workload.adapted is not None
-    if not frozen and (small := _compressed_weights(found.plan.model, found.plan.workload.spec)) is not None:
-        extra["expanded"] = small.description
-        said.append(f"{found.plan.model} is compressed ({small.description}); training expands it and counts all of it")
-    print_answer(found, as_json=as_json, extra=extra, said=said)
+        extra = _more(found.plan, options)
+    sentences = _write_outputs(found.plan, options)
+    if (expanded := _expanded_weights(found.plan)) is not None:
+        extra["expanded"] = expanded
+        sentences.append(f"{found.plan.model} is compressed ({expanded}); training expands it and counts all of it")
+    print_answer(found, as_json=options.as_json, extra=extra, said=sentences)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -147,17 +135,30 @@ def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> 
     return question
 
 
-def _check_outputs(save: Path | None, exports: list[str]) -> None:
+def _check_outputs(options: PlanOptions) -> None:
     """Refuse what could not be written, before a plan is looked for."""
-    if save is not None:
+    if options.save is not None:
         from tightfit.plan.plan import refuse_overwriting
 
-        refuse_overwriting(save)
-    if exports:
+        refuse_overwriting(options.save)
+    if options.export:
         from tightfit.plan.export.files import check_export
 
-        for wanted in exports:
+        for wanted in options.export:
             check_export(wanted)
+
+
+def _write_outputs(plan: "Plan", options: PlanOptions) -> list[str]:
+    """Write the plan and its exports where they are asked for; a line about each file."""
+    lines = []
+    if options.save is not None:
+        plan.save(options.save)
+        lines.append(f"wrote {options.save}; run it with `tightfit train {options.save}`")
+    if options.export:
+        from tightfit.plan.export.files import export
+
+        lines += [line for wanted in options.export for line in export(plan, wanted)]
+    return lines
 
 
 def _shape(job: "Job") -> dict[str, int]:
@@ -168,74 +169,82 @@ def _shape(job: "Job") -> dict[str, int]:
     return dict(job.model.shape) | trained
 
 
-def _question(
-    model: str,
-    machine: "Machine",
-    *,
-    seq: int | None,
-    rows: int | None,
-    batch_tokens: str | None,
-    precision: Any,
-    engine: str,
-    steps: int | None,
-    tokens: str | None,
-    pins: list[str],
-    lossy: bool,
-) -> "Question":
+def _question(options: PlanOptions, machine: "Machine") -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
     from tightfit.jobs.workload import with_teacher
-    from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import reshaped, resolve_spec
     from tightfit.plan.answer import Question, make_workload, steps_of
     from tightfit.plan.search.pins import parse_pins
 
-    job: dict[str, Any] = {}
-    shape: dict[str, int] = {}
-    taught: Any = None
-    if model.endswith(JOB_FILES):
-        from tightfit.jobs.load import load_job
-        from tightfit.jobs.paths import with_absolute_paths
-
-        loaded = with_absolute_paths(load_job(Path(model)), Path(model).parent)
-        job = loaded.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
-        pins = [*_decided("layout", loaded.layout), *_decided("levers", loaded.levers), *pins]
-        seq = loaded.data.sequence_length if seq is None else seq
-        precision = precision or _known(loaded.precision)
-        rows = loaded.global_batch if rows is None and batch_tokens is None else rows
-        steps = loaded.steps if steps is None and tokens is None else steps
-        model, shape, taught = loaded.model.source, _shape(loaded), loaded
-    spec = reshaped(resolve_spec(model), shape, model)
-    spec = spec if taught is None else taught.experts.applied(spec)
-    if not job and model not in PRESETS:
-        job = _of_files(model)
-    step_tokens = parse_count(batch_tokens, "--batch-tokens") if batch_tokens else None
+    job = _job_file(options.model)
+    if job is not None:
+        options = _with_job(options, job)
+    spec = resolve_spec(options.model)
+    if job is not None:
+        spec = job.experts.applied(reshaped(spec, _shape(job), options.model))
+    job_fields = _model_field(options.model) if job is None else _other_fields(job)
     workload = make_workload(
         spec,
         machine,
-        sequence_length=seq,
-        rows=rows,
-        tokens=step_tokens,
-        precision=precision,
-        engine=find_engine(engine).name,
+        sequence_length=options.seq,
+        rows=options.global_batch,
+        tokens=parse_count(options.batch_tokens, "--batch-tokens") if options.batch_tokens else None,
+        precision=options.precision,
+        engine=find_engine(options.engine).name,
     )
-    if taught is not None:
-        workload = with_teacher(workload, taught)
+    if job is not None:
+        workload = with_teacher(workload, job)
+    job_tokens = parse_count(options.tokens, "--tokens") if options.tokens else None
     return Question(
-        model=model,
+        model=options.model,
         workload=workload,
         machine=machine,
-        pins=parse_pins(pins),
-        lossy=lossy,
+        pins=parse_pins(options.pin or []),
+        lossy=options.allow_lossy,
         positions=spec.max_positions,
-        steps=steps_of(workload, steps, parse_count(tokens, "--tokens") if tokens else None),
-        job=job,
+        steps=steps_of(workload, options.steps, job_tokens),
+        job=job_fields,
     )
 
 
-def _of_files(model: str) -> dict[str, Any]:
-    """What a job says of a model that is not a preset."""
+def _job_file(model: str) -> "Job | None":
+    """The job, where `model` is the file of one."""
+    if not model.endswith(JOB_FILES):
+        return None
+    from tightfit.jobs.load import load_job
+    from tightfit.jobs.paths import with_absolute_paths
+
+    return with_absolute_paths(load_job(Path(model)), Path(model).parent)
+
+
+def _with_job(options: PlanOptions, job: "Job") -> PlanOptions:
+    """The options with a job's fields where they leave something open."""
+    has_batch = options.global_batch is not None or options.batch_tokens is not None
+    has_length = options.steps is not None or options.tokens is not None
+    return replace(
+        options,
+        model=job.model.source,
+        seq=job.data.sequence_length if options.seq is None else options.seq,
+        precision=options.precision or (None if job.precision == "auto" else job.precision),
+        global_batch=options.global_batch if has_batch else job.global_batch,
+        steps=options.steps if has_length else job.steps,
+        pin=[*_decided("layout", job.layout), *_decided("levers", job.levers), *(options.pin or [])],
+    )
+
+
+def _other_fields(job: "Job") -> dict[str, Any]:
+    """What a job file says beside layout and levers, which are planned."""
+    return job.model_dump(mode="json", exclude={"layout", "levers"}, exclude_unset=True)
+
+
+def _model_field(model: str) -> dict[str, Any]:
+    """What a job has to say of a model that is not a preset."""
+    from tightfit.models.presets import PRESETS
+
+    if model in PRESETS:
+        return {}
     from tightfit.jobs.paths import absolute  # with the schema of a whole job, which a preset needs not
 
     return {"model": {"source": str(absolute(Path(model).expanduser()))}}
@@ -247,22 +256,26 @@ def _decided(section: str, fields: Any) -> list[str]:
     return [f"{section}.{name}={'null' if value is None else value}" for name, value in decided.items()]
 
 
-def _known(precision: str) -> str | None:
-    return None if precision == "auto" else precision
-
-
-def _more(plan: "Plan", *, confirm: bool, compare_estimators: bool) -> dict[str, Any]:
+def _more(plan: "Plan", options: PlanOptions) -> dict[str, Any]:
     """What the options add to the answer."""
     extra: dict[str, Any] = {}
-    if confirm:
+    if options.confirm:
         from tightfit.prove.rehearsal import rehearse
 
         extra["simulation"] = plan.confirmed(rehearse(plan.workload, plan.layout, plan.levers))
-    if compare_estimators:
+    if options.compare_estimators:
         from tightfit.report.estimators import estimates
 
         extra["estimators"] = [estimate.to_json() for estimate in estimates(plan)]
     return extra
+
+
+def _expanded_weights(plan: "Plan") -> str | None:
+    """What the weights of a compressed model are in that training expands; under adapters they stay as they are."""
+    if plan.workload.adapted is not None:
+        return None
+    compressed = _compressed_weights(plan.model, plan.workload.spec)
+    return None if compressed is None else compressed.description
 
 
 def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
@@ -277,24 +290,23 @@ def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
     return served_weights(folder, spec)
 
 
-def _serve(
-    model: str,
-    machine: "Machine",
-    quantize: str | None,
-    context: int | None,
-    batch: int,
-    cache: Literal["model", "int8", "fp8"],
-    *,
-    as_json: bool,
-) -> None:
+def _serve(options: PlanOptions, machine: "Machine") -> None:
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    spec, stored = _served_model(model)
-    compressed = _compressed_weights(model, spec) if quantize is None else None
-    asked = make_serving(model, spec, machine, quantize or stored, context, batch, cache, compressed)
-    print_serving(asked, as_json=as_json)
-    if not asked.fits:
+    spec, stored = _served_model(options.model)
+    serving = make_serving(
+        options.model,
+        spec,
+        machine,
+        form=options.quantize or stored,
+        length=options.context,
+        requests=1 if options.batch is None else options.batch,
+        cache=options.cache_format or "model",
+        compressed=_compressed_weights(options.model, spec) if options.quantize is None else None,
+    )
+    print_serving(serving, as_json=options.as_json)
+    if not serving.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
 

@@ -1,30 +1,59 @@
-"""`--resume` and `--resume=auto`: a flag that may be given a value, for the verbs that train.
+"""How a run begins, for the verbs that train: with what changed, anew, or where it stopped.
 
-An option with an optional value would take the word after it (`--resume runs/mine`) for that value; so `--resume=auto`
-is read as the flag `--resume-auto`.
+`--resume` may be given a value. An option with an optional value would take the word after it (`--resume runs/mine`)
+for that value; so `--resume=auto` is read as the flag `--resume-auto`.
 """
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue from the run's newest checkpoint; --resume=auto begins without one.")
-]
-ResumeAuto = Annotated[bool, typer.Option("--resume-auto", hidden=True)]
-From = Annotated[
-    str | None,
-    typer.Option(
-        "--from", metavar="CHECKPOINT", help="Continue from this checkpoint (step-00000200); later ones move aside."
-    ),
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Start anew where the output holds a run, which goes once this one saves.")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Check everything and say what would run, or why not; nothing is trained.")
-]
+from tightfit.cli.options import Override
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """What `train` and `launch` are both told."""
+
+    override: Override = None
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the run's newest checkpoint; --resume=auto begins without one."),
+    ] = False
+    resume_auto: Annotated[bool, typer.Option("--resume-auto", hidden=True)] = False
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="CHECKPOINT", help="Continue from this checkpoint (step-00000200); later ones move aside."
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Start anew where the output holds a run, which goes once this one saves."),
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and say what would run, or why not; nothing is trained.")
+    ] = False
+
+    @property
+    def overrides(self) -> list[str]:
+        """Changes to fields of the job."""
+        return self.override or []
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """As arguments of `run_job`."""
+        resume = "auto" if self.resume_auto else self.resume
+        return {"resume": resume, "overwrite": self.overwrite, "checkpoint": self.checkpoint}
+
+    @property
+    def start_words(self) -> list[str]:
+        """As words of a command line."""
+        words = ["--resume-auto"] if self.resume_auto else ["--resume"] if self.resume else []
+        words += [] if self.checkpoint is None else ["--from", self.checkpoint]
+        return words + (["--overwrite"] if self.overwrite else [])
 
 
 class ResumingCommand(TyperCommand):
@@ -33,14 +62,3 @@ class ResumingCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """With `--resume=auto` as the flag it stands for."""
         return super().parse_args(ctx, ["--resume-auto" if arg == "--resume=auto" else arg for arg in args])
-
-
-def start_words(resume: bool, resume_auto: bool, checkpoint: str | None, overwrite: bool) -> list[str]:
-    """These options as words of a command line."""
-    words = ["--resume-auto"] if resume_auto else ["--resume"] if resume else []
-    return [*words, *([] if checkpoint is None else ["--from", checkpoint]), *(["--overwrite"] if overwrite else [])]
-
-
-def resuming(resume: bool, resume_auto: bool) -> bool | Literal["auto"]:
-    """What `run_job` calls it."""
-    return "auto" if resume_auto else resume

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from tightfit.cli.options import Device, ModelSource, Precision, Verify
+from tightfit.cli.options import Device, ModelSource, Precision, Temperature, TopK, TopP, Verify
 
 
 def sample(
@@ -18,9 +18,9 @@ def sample(
     ] = False,
     system: Annotated[str | None, typer.Option(help="What the chat's system message says.")] = None,
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option("-t", "--temperature", help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this probability.")] = 1.0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     count: Annotated[int, typer.Option("-c", "--count", min=1, help="How many continuations.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Device = "auto",

@@ -2,25 +2,34 @@
 
 import sys
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import Device
+from tightfit.cli.options import Device, Draft, MaxSequences, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.serve.config import EngineConfig
+    from tightfit.serve.graphs.compiler import Compiler
     from tightfit.serve.http.server import ServerOptions
     from tightfit.serve.ranks.share import Spread
 
 LARGEST = 10**9
 """Of a number of GiB, MiB or seconds."""
 SERVE_EXTRA = "pip install 'tightfit[serve]'"
+OF_EXPORTS = ("on", "weights", "image", "out")
+OF_OUR_SERVER = (
+    *("step_tokens", "cache_gib", "host_cache_gib", "max_requests", "max_body_mib", "max_seconds", "drain_seconds"),
+    "device",
+)
 
 
-def serve(
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What was asked."""
+
     model: Annotated[
         str | None,
         typer.Argument(
@@ -28,57 +37,70 @@ def serve(
             help="A run or checkpoint, a Hugging Face directory, a GGUF file, or smollm2-135m-instruct (the default "
             "where it is installed, else runs/stdlib).",
         ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; MODEL where not given.")] = None,
-    draft: Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")] = None,
-    lookup: Annotated[bool, typer.Option(help="Guess ahead from what the prompt says.")] = False,
+    ] = None
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000
+    name: Annotated[str | None, typer.Option(help="What clients call the model; MODEL where not given.")] = None
+    draft: Draft = None
+    lookup: Annotated[bool, typer.Option(help="Guess ahead from what the prompt says.")] = False
     skip: Annotated[
         int | None, typer.Option(help="Guess ahead with the model itself, leaving out so many of its layers.", min=1)
-    ] = None,
-    guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4,
+    ] = None
+    guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4
     adapter: Annotated[
         list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
-    ] = None,
+    ] = None
     api_key: Annotated[
         str | None, typer.Option(envvar="TIGHTFIT_API_KEY", help="Clients have to send it as their API key.")
-    ] = None,
-    max_sequences: Annotated[int, typer.Option(help="Answers under way at a time.", min=1)] = 64,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a prompt and its answer.", min=2)] = None,
-    step_tokens: Annotated[int, typer.Option(help="Tokens a step computes at most.", min=1)] = 2048,
+    ] = None
+    max_sequences: MaxSequences = 64
+    max_length: Annotated[int | None, typer.Option(help="Tokens of a prompt and its answer.", min=2)] = None
+    step_tokens: Annotated[int, typer.Option(help="Tokens a step computes at most.", min=1)] = 2048
     cache_gib: Annotated[
         float | None, typer.Option(help="Memory for keys and values; decided from what is free where not given.")
-    ] = None,
+    ] = None
     host_cache_gib: Annotated[
         float, typer.Option(help="Host memory for answers that have to give way; else they are computed again.", min=0)
-    ] = 0.0,
+    ] = 0.0
     cache_format: Annotated[
         Literal["model", "int8", "fp8"], typer.Option(help="What keys and values are kept in; int8 and fp8 take half.")
-    ] = "model",
-    prefix_cache: Annotated[bool, typer.Option(help="Find equal beginnings of prompts in the cache.")] = True,
+    ] = "model"
+    prefix_cache: Annotated[bool, typer.Option(help="Find equal beginnings of prompts in the cache.")] = True
     batch_invariant: Annotated[
         bool, typer.Option(help="Answers equal to the bit whatever else is in the batch; slower.")
-    ] = False,
-    max_requests: Annotated[int, typer.Option(help="Requests open at a time; more get status 429.", min=1)] = 512,
-    max_body_mib: Annotated[float, typer.Option(help="Size of a request's body.")] = 8.0,
-    max_seconds: Annotated[float, typer.Option(help="How long a request may take.")] = 600.0,
-    drain_seconds: Annotated[int, typer.Option(help="How long open requests may go on after SIGTERM.", min=0)] = 60,
-    tensor: Annotated[int | None, typer.Option(help="Cards that share every layer.", min=1)] = None,
-    pipeline: Annotated[int | None, typer.Option(help="Cards that have some of the layers each.", min=1)] = None,
-    replicas: Annotated[int | None, typer.Option(help="Copies of the model at one address.", min=1, max=256)] = None,
+    ] = False
+    max_requests: Annotated[int, typer.Option(help="Requests open at a time; more get status 429.", min=1)] = 512
+    max_body_mib: Annotated[float, typer.Option(help="Size of a request's body.")] = 8.0
+    max_seconds: Annotated[float, typer.Option(help="How long a request may take.")] = 600.0
+    drain_seconds: Annotated[int, typer.Option(help="How long open requests may go on after SIGTERM.", min=0)] = 60
+    tensor: Annotated[int | None, typer.Option(help="Cards that share every layer.", min=1)] = None
+    pipeline: Annotated[int | None, typer.Option(help="Cards that have some of the layers each.", min=1)] = None
+    replicas: Annotated[int | None, typer.Option(help="Copies of the model at one address.", min=1, max=256)] = None
     export: Annotated[
         Literal["vllm", "k8s"] | None,
         typer.Option(help="Serve nothing; write a vLLM script or a Kubernetes manifest from the plan."),
-    ] = None,
-    on: Annotated[str | None, typer.Option(help="With --export: the machine, such as 8xH100-80GB.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="With --export: what vLLM loads, where that is not MODEL.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="With --export k8s: the container image.")] = None,
-    out: Annotated[Path | None, typer.Option(help="With --export: the file; serve-vllm.sh or serve-k8s.yaml.")] = None,
-    device: Device = "auto",
-) -> None:
+    ] = None
+    on: Annotated[str | None, typer.Option(help="With --export: the machine, such as 8xH100-80GB.")] = None
+    weights: Annotated[str | None, typer.Option(help="With --export: what vLLM loads, where that is not MODEL.")] = None
+    image: Annotated[str | None, typer.Option(help="With --export k8s: the container image.")] = None
+    out: Annotated[Path | None, typer.Option(help="With --export: the file; serve-vllm.sh or serve-k8s.yaml.")] = None
+    device: Device = "auto"
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Directories of adapters by their names."""
+        from tightfit.models.huggingface.adapter_config import named_directories
+
+        return named_directories(self.adapter or [])
+
+    @property
+    def guessing_options(self) -> list[str]:
+        """Those that ask for guesses ahead."""
+        return [f"--{name}" for name in ("draft", "lookup", "skip") if getattr(self, name)]
+
+
+@takes_options
+def serve(options: ServeOptions) -> None:
     """Serve a model to OpenAI clients, with a chat page at /.
 
     \b
@@ -88,62 +110,58 @@ def serve(
     tightfit serve my-model --tensor 2 --replicas 4
     tightfit serve my-model --export k8s --on 8xH100-80GB
     """
-    asked = SimpleNamespace(**locals())
-    _check(asked)
-    if export is not None:
-        _export(asked)
-        return
+    _check(options)
+    if options.export is not None:
+        return _export(options, options.export)
     from tightfit.serve.graphs.compiler import start_compiler
 
-    alone = all((number or 1) == 1 for number in (tensor, pipeline, replicas))
-    asked.compiler = start_compiler(device) if alone else None  # now, as it imports what we are about to import
-    with asked.compiler or nullcontext():
-        _serve(asked)
+    cards = (options.tensor or 1) * (options.pipeline or 1) * (options.replicas or 1)
+    compiler = start_compiler(options.device) if cards == 1 else None  # now, as it imports what we are about to import
+    with compiler or nullcontext():
+        _serve(options, compiler)
 
 
-def _check(asked: Any) -> None:
+def _check(options: ServeOptions) -> None:
     """Refuse options that do not go together."""
     from tightfit.errors import UserError
-    from tightfit.models.huggingface.adapter_config import named_directories
 
-    asked.adapters = named_directories(asked.adapter or [])
-    if (called := asked.name or asked.model) in asked.adapters:
+    if (called := options.name or options.model) in options.adapters:
         raise UserError(f"--adapter names {called!r}, which is the model; give the adapter another name")
-    ways = [f"--{way}" for way in ("draft", "lookup", "skip") if getattr(asked, way)]
-    if len(ways) > 1:
-        raise UserError(f"{' and '.join(ways)} are ways to guess ahead; choose one")
-    if asked.batch_invariant:
-        _check_invariant(asked, ways)
-    if asked.export is not None and asked.skip:
-        raise UserError(f"--skip is {asked.skip}, which vLLM does not have; use --draft or --lookup with --export")
-    _check_sizes(asked)
-    for option in () if asked.export is not None else ("on", "weights", "image", "out"):
-        if (given := getattr(asked, option)) is not None:
-            raise UserError(f"--{option} is {given}, which is about --export; add that or leave it out")
+    if len(options.guessing_options) > 1:
+        raise UserError(f"{' and '.join(options.guessing_options)} are ways to guess ahead; choose one")
+    if options.batch_invariant:
+        _check_invariant(options)
+    if options.export is not None and options.skip:
+        raise UserError(f"--skip is {options.skip}, which vLLM does not have; use --draft or --lookup with --export")
+    _check_sizes(options)
+    if options.export is None:
+        refuse_given(options, OF_EXPORTS, "which is about --export; add that or leave it out")
+    else:
+        refuse_given(options, OF_OUR_SERVER, "which is about our own server; leave it or --export out")
 
 
-def _check_invariant(asked: Any, ways: list[str]) -> None:
+def _check_invariant(options: ServeOptions) -> None:
     """Refuse what --batch-invariant is not there for."""
     from tightfit.errors import UserError
 
-    beside = [f"--{option}" for option in ("tensor", "pipeline") if (getattr(asked, option) or 1) > 1]
-    beside += [f"--{option}" for option in ("adapter", "export") if getattr(asked, option)]
-    if ways or beside:
-        raise UserError(f"--batch-invariant does not go with {' and '.join(ways + beside)}; leave one of them out")
+    splits = [f"--{option}" for option in ("tensor", "pipeline") if (getattr(options, option) or 1) > 1]
+    others = [f"--{option}" for option in ("adapter", "export") if getattr(options, option)]
+    if refused := [*options.guessing_options, *splits, *others]:
+        raise UserError(f"--batch-invariant does not go with {' and '.join(refused)}; leave one of them out")
 
 
-def _check_sizes(asked: Any) -> None:
+def _check_sizes(options: ServeOptions) -> None:
     """Numbers that memory or time is counted in: neither nothing nor without end."""
     from tightfit.errors import UserError
 
-    given = {name: getattr(asked, name) for name in ("cache_gib", "max_body_mib", "max_seconds")}
-    given["host_cache_gib"] = asked.host_cache_gib or None  # which may be nothing
+    given = {name: getattr(options, name) for name in ("cache_gib", "max_body_mib", "max_seconds")}
+    given["host_cache_gib"] = options.host_cache_gib or None  # which may be nothing
     for name, number in given.items():
         if number is not None and not 0 < number < LARGEST:
             raise UserError(f"--{name.replace('_', '-')} is {number:g}; give a number above 0 and below {LARGEST:,}")
 
 
-def _serve(asked: Any) -> None:
+def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     from tightfit.errors import UserError
     from tightfit.models.loading import source_spec
     from tightfit.serve.ranks.share import Spread
@@ -157,29 +175,33 @@ def _serve(asked: Any) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}, which the base install leaves out: {SERVE_EXTRA}") from None
 
-    check_address(asked.host, asked.port)
-    source, spread = asked.model or default_model(), Spread(asked.tensor or 1, asked.pipeline or 1)
+    check_address(options.host, options.port)
+    source, spread = options.model or default_model(), Spread(options.tensor or 1, options.pipeline or 1)
     positions = source_spec(source).max_positions
-    if (asked.max_length or 0) > positions:
-        raise UserError(f"--max-length is {asked.max_length}, but {source} has {positions} positions; lower it")
+    if (options.max_length or 0) > positions:
+        raise UserError(f"--max-length is {options.max_length}, but {source} has {positions} positions; lower it")
     if spread.ranks > 1:
-        check_ranks(source, spread, asked.device, adapters=bool(asked.adapters), draft=asked.draft, skip=asked.skip)
+        check_ranks(
+            source, spread, options.device, adapters=bool(options.adapters), draft=options.draft, skip=options.skip
+        )
     limits = ServerLimits(
-        api_key=asked.api_key,
-        body_bytes=int(asked.max_body_mib * 2**20),
-        request_seconds=asked.max_seconds,
-        requests=asked.max_requests,
+        api_key=options.api_key,
+        body_bytes=int(options.max_body_mib * 2**20),
+        request_seconds=options.max_seconds,
+        requests=options.max_requests,
     )
-    options = ServerOptions(
-        host=asked.host, port=asked.port, name=asked.name, drain_seconds=asked.drain_seconds, limits=limits
+    server = ServerOptions(
+        host=options.host, port=options.port, name=options.name, drain_seconds=options.drain_seconds, limits=limits
     )
-    if (asked.replicas or 1) > 1:
-        gpus = gpu_count(asked.device)
-        return serve_replicas(sys.argv[1:], options, replicas=asked.replicas, cards=spread.ranks, gpus=gpus)
-    _serve_one(source, spread, options, asked)
+    if options.replicas is not None and options.replicas > 1:
+        gpus = gpu_count(options.device)
+        return serve_replicas(sys.argv[1:], server, replicas=options.replicas, cards=spread.ranks, gpus=gpus)
+    _serve_one(source, spread, server, options, compiler)
 
 
-def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: Any) -> None:
+def _serve_one(
+    source: str, spread: "Spread", server: "ServerOptions", options: ServeOptions, compiler: "Compiler | None"
+) -> None:
     """One copy of the model, over its ranks."""
     from tightfit.launch.forked import Forked
     from tightfit.serve.http.server import serve as run_server
@@ -187,49 +209,49 @@ def _serve_one(source: str, spread: "Spread", options: "ServerOptions", asked: A
     from tightfit.serve.ranks.watch import RankWatch
     from tightfit.serve.start import run_other_rank, start_engine, start_first_rank
 
-    config = _engine_config(asked)
+    config = _engine_config(options)
     with ExitStack() as others:
         if spread.ranks > 1:
             store = open_meeting(spread.ranks)
-            arguments = (source, config, spread, store.port, asked.device)
+            arguments = (source, config, spread, store.port, options.device)
             forked = Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__])
             others.enter_context(RankWatch(others.enter_context(forked)))
-            loaded, engine = start_first_rank(source, config, spread, store, asked.device)
+            loaded, engine = start_first_rank(source, config, spread, store, options.device)
         else:
             loaded, engine = start_engine(
                 source,
                 config,
-                device=asked.device,
-                draft=asked.draft,
-                adapters=asked.adapters,
-                compiler=asked.compiler,
+                device=options.device,
+                draft=options.draft,
+                adapters=options.adapters,
+                compiler=compiler,
             )
         typer.echo(engine.describe())
-        typer.echo(f"{source} on http://{options.host}:{options.port} (chat page at /, OpenAI clients at /v1)")
-        run_server(loaded, engine, options)
+        typer.echo(f"{source} on http://{server.host}:{server.port} (chat page at /, OpenAI clients at /v1)")
+        run_server(loaded, engine, server)
         if (hint := engine.guessing_hint) is not None:
             typer.echo(hint)
 
 
-def _engine_config(asked: Any) -> "EngineConfig":
+def _engine_config(options: ServeOptions) -> "EngineConfig":
     from tightfit.serve.config import EngineConfig
 
     return EngineConfig(
-        max_sequences=asked.max_sequences,
-        step_tokens=max(asked.step_tokens, asked.max_sequences),
-        max_length=asked.max_length,
-        cache_bytes=None if asked.cache_gib is None else int(asked.cache_gib * 2**30),
-        cache_format=asked.cache_format,
-        prefix_cache=asked.prefix_cache,
-        batch_invariant=asked.batch_invariant,
-        speculation="draft" if asked.draft else "lookup" if asked.lookup else "skip" if asked.skip else "none",
-        skipped_layers=asked.skip or 0,
-        host_bytes=int(asked.host_cache_gib * 2**30),
-        speculated_tokens=asked.guesses,
+        max_sequences=options.max_sequences,
+        step_tokens=max(options.step_tokens, options.max_sequences),
+        max_length=options.max_length,
+        cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
+        cache_format=options.cache_format,
+        prefix_cache=options.prefix_cache,
+        batch_invariant=options.batch_invariant,
+        speculation="draft" if options.draft else "lookup" if options.lookup else "skip" if options.skip else "none",
+        skipped_layers=options.skip or 0,
+        host_bytes=int(options.host_cache_gib * 2**30),
+        speculated_tokens=options.guesses,
     )
 
 
-def _export(asked: Any) -> None:
+def _export(options: ServeOptions, form: Literal["vllm", "k8s"]) -> None:
     from tightfit.errors import UserError
     from tightfit.hardware.machine import parse_machine
     from tightfit.models.huggingface.adapter_config import largest_rank
@@ -238,32 +260,32 @@ def _export(asked: Any) -> None:
     from tightfit.plan.export.serving_files import export_serving, served_weights
     from tightfit.plan.export.vllm import EngineOptions
 
-    if asked.model is None:
+    if options.model is None:
         raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")
-    weights = served_weights(asked.model, asked.weights)
+    weights = served_weights(options.model, options.weights)
     deployment = make_deployment(
-        asked.model,
-        resolve_spec(asked.model),
-        parse_machine(asked.on or "local"),
-        length=asked.max_length,
-        requests=asked.max_sequences,
-        tensor=asked.tensor,
-        pipeline=asked.pipeline,
-        replicas=asked.replicas,
-        cache=asked.cache_format,
+        options.model,
+        resolve_spec(options.model),
+        parse_machine(options.on or "local"),
+        length=options.max_length,
+        requests=options.max_sequences,
+        tensor=options.tensor,
+        pipeline=options.pipeline,
+        replicas=options.replicas,
+        cache=options.cache_format,
     )
-    options = EngineOptions(
+    engine = EngineOptions(
         weights=weights,
-        name=asked.name or asked.model,
-        host=asked.host,
-        port=asked.port,
-        draft=asked.draft,
-        lookup=asked.lookup,
-        guesses=asked.guesses,
-        prefix_cache=asked.prefix_cache,
-        adapters={key: str(path.resolve()) for key, path in asked.adapters.items()},
-        largest_rank=max(map(largest_rank, asked.adapters.values()), default=0),
+        name=options.name or options.model,
+        host=options.host,
+        port=options.port,
+        draft=options.draft,
+        lookup=options.lookup,
+        guesses=options.guesses,
+        prefix_cache=options.prefix_cache,
+        adapters={key: str(path.resolve()) for key, path in options.adapters.items()},
+        largest_rank=max(map(largest_rank, options.adapters.values()), default=0),
     )
-    path = export_serving(asked.export, deployment, options, out=asked.out, image=asked.image)
+    path = export_serving(form, deployment, engine, out=options.out, image=options.image)
     typer.echo(deployment.describe())
     typer.echo(f"wrote {path}")

@@ -1,15 +1,18 @@
 """`tightfit train`: run a job."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightfit.cli.options import Override
-from tightfit.cli.resuming import DryRun, From, Overwrite, Resume, ResumeAuto, resuming
+from tightfit.cli.options import takes_options
+from tightfit.cli.resuming import StartOptions
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
+    from tightfit.plan.plan import Plan
+    from tightfit.train.fitting import Fitted
 
 
 def train_as_rank(arguments: list[str]) -> None:
@@ -20,33 +23,34 @@ def train_as_rank(arguments: list[str]) -> None:
         raise SystemExit(code)
 
 
-def train(
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(StartOptions):
+    """What was asked."""
+
     job: Annotated[
         Path | None,
         typer.Argument(
             help="A job file (YAML), a plan (JSON) or the directory of a run; none trains the embedded example."
         ),
-    ] = None,
-    override: Override = None,
-    resume: Resume = False,
-    resume_auto: ResumeAuto = False,
-    checkpoint: From = None,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
+    ] = None
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Save and stop after this step; the schedule still spans all steps.")
-    ] = None,
+    ] = None
     fit: Annotated[
         bool, typer.Option("--fit", help="Choose the fastest levers that fit this machine, and say why.")
-    ] = False,
+    ] = False
     memory: Annotated[
         str | None, typer.Option(help="Use the GPU as if it had only this much memory: 24GB.", show_default=False)
-    ] = None,
-    fields: Annotated[bool, typer.Option("--fields", help="List every field of a job file with its meaning.")] = False,
+    ] = None
+    fields: Annotated[bool, typer.Option("--fields", help="List every field of a job file with its meaning.")] = False
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result (or the fields) as one JSON object.")
-    ] = False,
-) -> None:
+        bool,
+        typer.Option("--json", help="Print the result (or the fields) as one JSON object."),
+    ] = False
+
+
+@takes_options
+def train(options: TrainOptions) -> None:
     """Train a model as a job file says, and show how it went.
 
     A job names a model, data and an output directory; everything else has a default. Without one, a small
@@ -64,58 +68,62 @@ def train(
     \b
     Exit codes: 2 for a mistake in what was given, 3 when the GPU ran out of memory, 130, 143 or 129 when stopped.
     """
-    if fields:
+    if options.fields:
         from tightfit.jobs.fields import field_rows
         from tightfit.report.tables import print_fields
 
-        return print_fields(list(field_rows()), as_json=as_json)
-    from tightfit.hardware.sizes import parse_bytes
+        return print_fields(list(field_rows()), as_json=options.as_json)
     from tightfit.jobs.load import default_job
     from tightfit.plan.job import read_job
 
-    overrides = override or []
-    loaded, plan = (default_job(overrides), None) if job is None else read_job(job, overrides)
+    overrides = options.overrides
+    job, plan = (default_job(overrides), None) if options.job is None else read_job(options.job, overrides)
+    if options.dry_run:
+        return show_dry_run(job, options.start, as_json=options.as_json)
+    _run(job, plan, options)
 
-    begin: dict[str, Any] = {
-        "resume": resuming(resume, resume_auto),
-        "overwrite": overwrite,
-        "checkpoint": checkpoint,
-        "quiet": as_json,
-    }
-    if dry_run:
-        return show_dry_run(loaded, begin, as_json=as_json)
+
+def _run(job: "Job", plan: "Plan | None", options: TrainOptions) -> None:
+    """Train, and show the result beside what was predicted."""
     from tightfit.report.fitting import print_fit, print_fit_beside_run
     from tightfit.report.out_of_memory import print_shortage
     from tightfit.report.prediction import prediction
     from tightfit.report.run import print_result
-    from tightfit.train.fitting import cap_memory, fit_job
     from tightfit.train.loop import run_job
     from tightfit.train.out_of_memory import EXIT_CODE, RunOutOfMemoryError
 
-    cap = None if memory is None else parse_bytes(memory, "--memory")
-    if cap is not None:
-        cap_memory(cap)
-    fitted = fit_job(loaded, cap) if fit or loaded.fit else None
+    fitted = _fitted(job, options)
     if fitted is not None:
-        loaded, plan = fitted.job, fitted.plan or plan
-        print_fit(fitted, as_json=as_json)
+        job, plan = fitted.job, fitted.plan or plan
+        print_fit(fitted, as_json=options.as_json)
     try:
-        result = run_job(loaded, stop_after=stop_after, **begin)
+        result = run_job(job, stop_after=options.stop_after, quiet=options.as_json, **options.start)
     except RunOutOfMemoryError as error:
         print_shortage(error.shortage)
         raise typer.Exit(EXIT_CODE) from None
     if result.rank == 0:
-        planned = None if plan is None else prediction(plan, loaded, result)
-        print_result(result, loaded, as_json=as_json, prediction=planned)
-    if fitted is not None and fitted.plan is not None and result.stopped_by is None:
-        print_fit_beside_run(fitted, as_json=as_json)
+        predicted = None if plan is None else prediction(plan, job, result)
+        print_result(result, job, as_json=options.as_json, prediction=predicted)
     if result.stopped_by is not None:
         raise typer.Exit(128 + result.stopped_by)
+    if fitted is not None and fitted.plan is not None:
+        print_fit_beside_run(fitted, as_json=options.as_json)
 
 
-def show_dry_run(job: "Job", begin: dict[str, Any], *, as_json: bool) -> None:
+def _fitted(job: "Job", options: TrainOptions) -> "Fitted | None":
+    """The job with levers that fit this machine, or the memory that the options leave of it; None if not asked for."""
+    from tightfit.hardware.sizes import parse_bytes
+    from tightfit.train.fitting import cap_memory, fit_job
+
+    cap_bytes = None if options.memory is None else parse_bytes(options.memory, "--memory")
+    if cap_bytes is not None:
+        cap_memory(cap_bytes)
+    return fit_job(job, cap_bytes) if options.fit or job.fit else None
+
+
+def show_dry_run(job: "Job", start: dict[str, Any], *, as_json: bool) -> None:
     """What would run, for both verbs that train."""
     from tightfit.report.dry_run import print_dry_run
     from tightfit.train.dry_run import dry_run
 
-    print_dry_run(dry_run(job, **begin), as_json=as_json)
+    print_dry_run(dry_run(job, quiet=as_json, **start), as_json=as_json)

@@ -231,8 +231,8 @@ def like_shard(part: Tensor, shard: "DTensor") -> "DTensor":
 
 def replace_local(parameter: "DTensor", part: Tensor) -> None:
     """Make `part`, of any dtype and on any device, this rank's shard of `parameter`, which stays the same object."""
-    made = nn.Parameter(like_shard(part, parameter), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, made)
+    replacement = nn.Parameter(like_shard(part, parameter), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, replacement)
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

@@ -98,14 +98,14 @@ def unit_bytes(spec: ModelSpec, names: Sequence[str], bits: int, group: int) -> 
 
 def options_of(spec: ModelSpec, losses: Mapping[str, Mapping[int, float]], group: int) -> dict[str, list[Option]]:
     """Every unit's options from the losses of its widths; more bits are never said to lose more."""
-    made: dict[str, list[Option]] = {}
+    by_unit: dict[str, list[Option]] = {}
     for unit, names in units(spec).items():
         options = [Option(PLAIN_BITS, unit_bytes(spec, names, PLAIN_BITS, group), 0.0)]
         for bits in sorted(losses[unit], reverse=True):
             loss = max(losses[unit][bits], options[-1].loss)
             options.append(Option(bits, unit_bytes(spec, names, bits, group), loss))
-        made[unit] = options
-    return made
+        by_unit[unit] = options
+    return by_unit
 
 
 def plain_bytes(spec: ModelSpec) -> int:

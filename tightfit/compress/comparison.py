@@ -106,10 +106,10 @@ def compare_models(
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
         counted = (batch["labels"] != IGNORE).double()
         known = _hidden(original, batch) if original_states is None else original_states[number]
-        made = _per_token(compressed, original, batch, known)
-        for collected, values in zip((loss, other, kl, agreement), made, strict=True):
+        values_per_token = _per_token(compressed, original, batch, known)
+        for collected, values in zip((loss, other, kl, agreement), values_per_token, strict=True):
             collected.add(values, counted)
-        difference.add(made[0] - made[1], counted)
+        difference.add(values_per_token[0] - values_per_token[1], counted)
         rows, tokens = rows + len(counted), tokens + int(counted.sum())
     return Comparison(
         loss=loss.interval(),
@@ -175,29 +175,29 @@ def compare_sources(
     progress: bool = False,
 ) -> Comparison:
     """The models at two sources on the text of `data`."""
-    made, known = load_model(compressed, device=device), load_model(original, device=device)
-    tokenizer = _one_tokenizer(made, known)
-    positions = min(made.model.spec.max_positions, known.model.spec.max_positions)
+    small, known = load_model(compressed, device=device), load_model(original, device=device)
+    tokenizer = _one_tokenizer(small, known)
+    positions = min(small.model.spec.max_positions, known.model.spec.max_positions)
     length = min(positions, DEFAULT_LENGTH) if sequence_length is None else sequence_length
     if length > positions:
         raise UserError(f"sequence length {length} is more than the {positions} positions of the models; shorten it")
-    vocab_size = made.model.spec.vocab_size
+    vocab_size = small.model.spec.vocab_size
     store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
-    return compare_models(made.model, known.model, evaluation_batches(PackedText(store, length), batch))
+    return compare_models(small.model, known.model, evaluation_batches(PackedText(store, length), batch))
 
 
-def _one_tokenizer(made: LoadedModel, known: LoadedModel) -> Tokenizer:
+def _one_tokenizer(small: LoadedModel, known: LoadedModel) -> Tokenizer:
     """The tokenizer of both."""
-    if made.model.spec.vocab_size != known.model.spec.vocab_size:
-        sizes = f"{made.model.spec.vocab_size} and {known.model.spec.vocab_size}"
-        raise UserError(f"{made.source} and {known.source} have vocabularies of {sizes}; they cannot be compared")
-    tokenizer = known.tokenizer or made.tokenizer
+    if small.model.spec.vocab_size != known.model.spec.vocab_size:
+        sizes = f"{small.model.spec.vocab_size} and {known.model.spec.vocab_size}"
+        raise UserError(f"{small.source} and {known.source} have vocabularies of {sizes}; they cannot be compared")
+    tokenizer = known.tokenizer or small.tokenizer
     if tokenizer is None:
-        raise UserError(f"neither {made.source} nor {known.source} has a tokenizer, so text cannot become tokens")
-    if made.tokenizer is not None and (token := _told_apart_by(made.tokenizer, tokenizer)) is not None:
+        raise UserError(f"neither {small.source} nor {known.source} has a tokenizer, so text cannot become tokens")
+    if small.tokenizer is not None and (token := _told_apart_by(small.tokenizer, tokenizer)) is not None:
         raise UserError(
-            f"token {token} of {made.source} and of {known.source} are different texts; models of different tokenizers "
-            "cannot be compared token by token"
+            f"token {token} of {small.source} and of {known.source} are different texts; models of different "
+            "tokenizers cannot be compared token by token"
         )
     return tokenizer
 

@@ -110,8 +110,8 @@ class _Compression:
         job, spec = self.job, self.spec
         if writes:
             shape = job.own_text_shape(spec)
-            made = predict(spec, job.recipe, *shape, writing_bytes=job.writing_bytes)
-            return replace(made, calibration=describe_own_text(*shape))
+            cost = predict(spec, job.recipe, *shape, writing_bytes=job.writing_bytes)
+            return replace(cost, calibration=describe_own_text(*shape))
         if self.calibration is None:
             return predict(spec, job.recipe, 0, 0)
         rows, length = self.calibration.tokens.shape

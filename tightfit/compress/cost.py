@@ -86,7 +86,7 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_
         outliers = step.outlier_share * outputs * inputs * OUTLIER_BYTES if step is not None and scheme.outliers else 0
         coded += count * (scheme.weight_bytes(outputs, inputs) + int(outliers))
         weights += count * outputs * inputs
-    head = spec.vocab_size * spec.hidden_size if spec.tied and recipe.rotation is not None else 0
+    head = spec.vocabulary_params if spec.tied and recipe.rotation is not None else 0
     plain = 2 * (spec.params() + head - weights)
     ledger = compression_ledger(spec, recipe, rows, length, writing_bytes=writing_bytes)
     return CompressionCost(

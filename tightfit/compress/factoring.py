@@ -130,15 +130,15 @@ class _Factoring(LayerRewriting):
     def _tensors(self, model: Decoder, index: int, factors: dict[str, Factors]) -> dict[str, Tensor]:
         """The layer's tensors: two of a factored module, whose bias goes with the second."""
         state = {f"layers.{index}.{name}": tensor for name, tensor in layer_of(model, index).state_dict().items()}
-        made = tensors_to_write(self.spec, state, {}, Own(), PLAIN_DTYPE)
+        tensors = tensors_to_write(self.spec, state, {}, Own(), PLAIN_DTYPE)
         for ours, found in factors.items():
             module = self.names[ours]
-            del made[f"{module}.weight"]
-            made[f"{module}.0.weight"] = found.first.to("cpu", PLAIN_DTYPE).contiguous()
-            made[f"{module}.1.weight"] = found.second.to("cpu", PLAIN_DTYPE).contiguous()
-            if f"{module}.bias" in made:
-                made[f"{module}.1.bias"] = made.pop(f"{module}.bias")
-        return made
+            del tensors[f"{module}.weight"]
+            tensors[f"{module}.0.weight"] = found.first.to("cpu", PLAIN_DTYPE).contiguous()
+            tensors[f"{module}.1.weight"] = found.second.to("cpu", PLAIN_DTYPE).contiguous()
+            if f"{module}.bias" in tensors:
+                tensors[f"{module}.1.bias"] = tensors.pop(f"{module}.bias")
+        return tensors
 
     def load(self, new: int) -> Decoder:
         tensors = dict(self.directory.tensors(new + LAYER_SHARDS))

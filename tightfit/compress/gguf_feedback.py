@@ -42,8 +42,8 @@ def encode_with_feedback(weight: Tensor, kind: str, hessian: Tensor) -> tuple[Te
     codes = _round_all(
         weight, hessian, scale, -offset / scale, Scheme(bits=CODERS[kind].bits, group=0, symmetric=False)
     )
-    made = codes * fitted.scale.reshape(weight.shape) + offset
-    return pack_rows(fitted, codes.reshape(fitted.scale.shape), kind, weight.shape), made
+    rounded = codes * fitted.scale.reshape(weight.shape) + offset
+    return pack_rows(fitted, codes.reshape(fitted.scale.shape), kind, weight.shape), rounded
 
 
 def _round_all(weight: Tensor, hessian: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
@@ -67,16 +67,16 @@ def _round_all(weight: Tensor, hessian: Tensor, scale: Tensor, zero: Tensor, sch
 def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf) -> tuple[Blocks, list[Tensor]]:
     """Blocks of the linear layers of layer `index` by the names of their weights, and the layer's new outputs."""
     layer = layer_of(model, index)
-    made: Blocks = {}
+    coded: Blocks = {}
     for group in linear_sets(model.spec, index):
         hessian = observe(model, layer, inputs, [group.names[0]], stop=True)[group.names[0]].hessian
         for own in group.names:
             module, name = linear(layer, own), f"layers.{index}.{own}.weight"
             kind = kind_of(name, tuple(module.weight.shape))
             if kind in CODERS:
-                made[name], rounded = encode_with_feedback(module.weight.float(), kind, hessian)
+                coded[name], rounded = encode_with_feedback(module.weight.float(), kind, hessian)
                 module.weight.copy_(rounded)
-    return made, through(model, index, inputs)
+    return coded, through(model, index, inputs)
 
 
 @torch.no_grad()
@@ -85,6 +85,6 @@ def code_layers(source: str, calibration: Calibration, device: torch.device, kin
     parts, found = ModelParts(source, device), Blocks()
     stream = calibration.embedded(parts.embedding())
     for index in range(parts.spec.layers):
-        made, stream = code_layer(parts.layer(index), index, stream, kind_of)
-        found |= {name: blocks.cpu() for name, blocks in made.items()}
+        coded, stream = code_layer(parts.layer(index), index, stream, kind_of)
+        found |= {name: blocks.cpu() for name, blocks in coded.items()}
     return found

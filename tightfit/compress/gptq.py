@@ -158,8 +158,8 @@ class _Columns:
         group_of = None
         if self.options.act_order == "groups" and self.scheme.group > 0 and self.grid is None:
             group_of = self.group_of[back].to(torch.int32)
-        made = CodedWeight(self.scheme, self._back(back), stored.scale, self.zero, group_of)
-        return replace(made, coded_scales=stored.coded)
+        coded = CodedWeight(self.scheme, self._back(back), stored.scale, self.zero, group_of)
+        return replace(coded, coded_scales=stored.coded)
 
     def _back(self, back: Tensor) -> Tensor:
         if self.scheme.kind == "fp8":

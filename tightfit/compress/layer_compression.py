@@ -95,7 +95,7 @@ def compress_layer(
 
 def change_of_layer(inputs: Sequence[Tensor], wanted: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     """The relative error of a layer, Σ (made − wanted)² / Σ (wanted − input)²."""
-    change = sum(float((made - want).square().sum()) for made, want in zip(outputs, wanted, strict=True))
+    change = sum(float((output - want).square().sum()) for output, want in zip(outputs, wanted, strict=True))
     added = sum(float((want - x).square().sum()) for want, x in zip(wanted, inputs, strict=True))
     return change / max(added, 1e-30)
 
@@ -204,12 +204,12 @@ class _LayerWork:
         for name in names:
             stack: Tensor = self.layer.get_parameter(name)
             own = None if name.endswith("down") else seen
-            made = [self.compressed(name, expert.float(), own) for expert in stack]
-            weights = [weight if coded is None else coded.dequantize() for weight, coded in made]
+            experts = [self.compressed(name, expert.float(), own) for expert in stack]
+            weights = [weight if coded is None else coded.dequantize() for weight, coded in experts]
             changes = [_relative_error(weight, w.float(), own) for weight, w in zip(weights, stack, strict=True)]
             self.errors[name] = sum(changes) / len(changes)
             if self.step_of(name) is not None:
-                self.coded[name] = [coded for _, coded in made if coded is not None]
+                self.coded[name] = [coded for _, coded in experts if coded is not None]
             stack.copy_(torch.stack(weights))
 
 
@@ -241,8 +241,8 @@ def _nearest(weight: Tensor, scheme: Scheme, step: Step, importance: Tensor | No
     return fit_grid(weight, scheme, rule, importance).code(weight)
 
 
-def _relative_error(made: Tensor, weight: Tensor, seen: InputStatistics | None) -> float:
-    change = made - weight
+def _relative_error(rounded: Tensor, weight: Tensor, seen: InputStatistics | None) -> float:
+    change = rounded - weight
     if seen is None:
         return float(change.square().sum() / weight.square().sum().clamp(min=1e-30))
     hessian = seen.hessian

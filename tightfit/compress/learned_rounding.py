@@ -76,8 +76,8 @@ class LearnedMatrix:
 
     def rounded(self) -> Tensor:
         """ŵ, through which gradients reach u and f."""
-        made: Tensor = _Rounded.apply(self.place, self.coded.scale * self.factor)
-        return made
+        rounded: Tensor = _Rounded.apply(self.place, self.coded.scale * self.factor)
+        return rounded
 
     @torch.no_grad()
     def clamp(self) -> None:
@@ -111,10 +111,10 @@ class LayerTask:
         """Squared error of the outputs with `weights` in place, relative to each token's own, summed."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         with tensor_float32(x.device):
-            made, _ = functional_call(
+            output, _ = functional_call(
                 self.layer, dict(weights), (x, self.model.forward_context(x, positions, None, None))
             )
-        return ((made - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).sum()
+        return ((output - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).sum()
 
     @torch.no_grad()
     def total_error(self, coded: Mapping[str, CodedWeight]) -> float:
@@ -167,9 +167,9 @@ def _learned(
             group["lr"] = group["share"] * rate / steps * (1 - number / steps)
         x, wanted = task.some_rows(chance)
         with torch.enable_grad():
-            made = {f"{name}.weight": matrix.rounded() for name, matrix in learned.items()}
-            task.error(made, x, wanted).backward(inputs=[t for m in matrices for t in (m.place, m.factor)])
-        del made
+            rounded = {f"{name}.weight": matrix.rounded() for name, matrix in learned.items()}
+            task.error(rounded, x, wanted).backward(inputs=[t for m in matrices for t in (m.place, m.factor)])
+        del rounded
         optimizer.step()
         optimizer.zero_grad()
         for matrix in matrices:

@@ -20,16 +20,16 @@ class LinearSet:
 
 def linear_sets(spec: ModelSpec, layer: int) -> list[LinearSet]:
     """The sets of a layer. Routers stay as they are; stacked experts are not linear layers and come apart."""
-    made = _attention_sets(spec) if spec.latent is None else _latent_sets(spec.latent)
+    sets = _attention_sets(spec) if spec.latent is None else _latent_sets(spec.latent)
     if not spec.is_routed(layer):
         inner = ("mlp.gate", "mlp.up") if spec.gated else ("mlp.up",)
-        return [*made, LinearSet(inner, "mlp_norm"), LinearSet(("mlp.down",), "mlp.up" if spec.gated else None)]
+        return [*sets, LinearSet(inner, "mlp_norm"), LinearSet(("mlp.down",), "mlp.up" if spec.gated else None)]
     if spec.experts is not None and spec.experts.shared_size:
-        made += [
+        sets += [
             LinearSet(("mlp.shared.gate", "mlp.shared.up"), None),
             LinearSet(("mlp.shared.down",), "mlp.shared.up"),
         ]
-    return made
+    return sets
 
 
 def _attention_sets(spec: ModelSpec) -> list[LinearSet]:

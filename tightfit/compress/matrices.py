@@ -42,5 +42,5 @@ def _latent_attention(spec: ModelSpec, latent: Latent) -> dict[str, tuple[int, i
 
 
 def _mlp(prefix: str, count: int, hidden: int, width: int, gated: bool) -> dict[str, tuple[int, int, int]]:
-    made = {f"{prefix}up": (count, width, hidden), f"{prefix}down": (count, hidden, width)}
-    return made | ({f"{prefix}gate": (count, width, hidden)} if gated else {})
+    shapes = {f"{prefix}up": (count, width, hidden), f"{prefix}down": (count, hidden, width)}
+    return shapes | ({f"{prefix}gate": (count, width, hidden)} if gated else {})

@@ -100,7 +100,7 @@ def compression_ledger(
     writes its text itself, it does so in numbers of `writing_bytes`.
     """
     stream_bytes = FLOAT * rows * length * spec.hidden_size
-    ends_bytes = (2 * FLOAT if spec.tied else FLOAT + 2) * spec.vocab_size * spec.hidden_size
+    ends_bytes = (2 * FLOAT if spec.tied else FLOAT + 2) * spec.vocabulary_params
     load = [
         Line(component="weights", phase="load", bytes=ends_bytes, why="2 · 4 V h" if spec.tied else "4 V h + 2 V h"),
         Line(component="inputs", phase="load", bytes=stream_bytes, why="4 T h"),

@@ -50,9 +50,9 @@ class _Narrowing(LayerRewriting):
             return everything
         stream, influences = self.calibration.embedded(self.parts.embedding()), []
         for index in everything:
-            made = through(self.parts.layer(index), index, stream)
-            influences.append(block_influence(stream, made))
-            stream = made
+            outputs = through(self.parts.layer(index), index, stream)
+            influences.append(block_influence(stream, outputs))
+            stream = outputs
         ranked = sorted(everything, key=lambda index: influences[index], reverse=True)
         return sorted(ranked[: self.job.kept.layers])
 
@@ -74,9 +74,9 @@ class _Narrowing(LayerRewriting):
         return told + (f" (without layers {', '.join(map(str, lost))})" if lost else "")
 
     def rewrite(self, model: Decoder, new: int, old: int, stream: list[Tensor]) -> Rewritten:
-        made = cut_layer(model, old, self.job.kept, stream)
-        state = {f"layers.{new}.{name}": tensor.contiguous() for name, tensor in made.state.items()}
-        return Rewritten(tensors_to_write(self.written, state, {}, Own(), PLAIN_DTYPE), made.errors, made.outputs)
+        cut = cut_layer(model, old, self.job.kept, stream)
+        state = {f"layers.{new}.{name}": tensor.contiguous() for name, tensor in cut.state.items()}
+        return Rewritten(tensors_to_write(self.written, state, {}, Own(), PLAIN_DTYPE), cut.errors, cut.outputs)
 
     def load(self, new: int) -> Decoder:
         tensors = self.directory.tensors(new + LAYER_SHARDS)

@@ -41,8 +41,8 @@ def run_layer(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
     """The residual stream [B, T, H] after `layer`."""
     positions = torch.arange(x.shape[1], device=x.device)[None]
     with tensor_float32(x.device):
-        made, _ = layer(x, model.forward_context(x, positions, None, None))
-    return made
+        output, _ = layer(x, model.forward_context(x, positions, None, None))
+    return output
 
 
 @torch.no_grad()

@@ -161,11 +161,11 @@ class LayerRewriting(ABC):
         began = time.monotonic()
         model = self.parts.layer(old)
         wanted = through(model, old, stream)
-        made = self.rewrite(model, new, old, stream)
-        error = change_of_layer(stream, wanted, made.outputs)
-        report = LayerReport(new, made.errors, error, time.monotonic() - began)
+        rewritten = self.rewrite(model, new, old, stream)
+        error = change_of_layer(stream, wanted, rewritten.outputs)
+        report = LayerReport(new, rewritten.errors, error, time.monotonic() - began)
         notes = {name: value for name, value in asdict(report).items() if name != "index"}
-        self.directory.write(new + LAYER_SHARDS, made.tensors, notes)
+        self.directory.write(new + LAYER_SHARDS, rewritten.tensors, notes)
         return report
 
     def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:

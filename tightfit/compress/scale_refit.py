@@ -51,9 +51,10 @@ def _for_weights(coded: CodedWeight, weight: Tensor) -> CodedWeight:
     values = in_groups(_values(coded), coded.scheme)
     squares = values.square().sum(-1)
     product = values.mul_(in_groups(weight, coded.scheme)).sum(-1)
-    made = store_scales(product / squares, coded.scheme).scale
-    better = made * (made * squares - 2 * product) < coded.scale * (coded.scale * squares - 2 * product)
-    return replace(coded, scale=torch.where(better, made, coded.scale))  # codes that are all zero have no better one
+    refitted = store_scales(product / squares, coded.scheme).scale
+    better = refitted * (refitted * squares - 2 * product) < coded.scale * (coded.scale * squares - 2 * product)
+    # Codes that are all zero have no better one.
+    return replace(coded, scale=torch.where(better, refitted, coded.scale))
 
 
 def _for_outputs(coded: CodedWeight, weight: Tensor, hessian: Tensor) -> CodedWeight:
@@ -65,11 +66,11 @@ def _for_outputs(coded: CodedWeight, weight: Tensor, hessian: Tensor) -> CodedWe
     quadratic, linear = _system(values, weight, hessian, sizes)
     ridge = RIDGE * quadratic.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(groups, device=weight.device)
     found, failed = torch.linalg.solve_ex(quadratic + ridge, linear[..., None])
-    made = store_scales(found[..., 0], coded.scheme).scale
-    usable = (failed == 0)[:, None] & made.isfinite() & (found[..., 0] > 0)
-    made = torch.where(usable.all(1, keepdim=True), made, coded.scale)
-    better = _error(made, quadratic, linear) < _error(coded.scale, quadratic, linear)
-    return replace(coded, scale=torch.where(better[:, None], made, coded.scale))
+    refitted = store_scales(found[..., 0], coded.scheme).scale
+    usable = (failed == 0)[:, None] & refitted.isfinite() & (found[..., 0] > 0)
+    refitted = torch.where(usable.all(1, keepdim=True), refitted, coded.scale)
+    better = _error(refitted, quadratic, linear) < _error(coded.scale, quadratic, linear)
+    return replace(coded, scale=torch.where(better[:, None], refitted, coded.scale))
 
 
 def _values(coded: CodedWeight) -> Tensor:

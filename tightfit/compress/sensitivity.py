@@ -77,10 +77,10 @@ class _Estimate:
         self.sums = dict.fromkeys(widths, 0.0)
         self.tokens = 0
 
-    def follow(self, module: nn.Module, arguments: tuple[Tensor, ...], made: Tensor) -> None:
+    def follow(self, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
         """A forward hook: wait for the gradient of what was made of this input."""
         squares = arguments[0].detach().flatten(0, -2).square()
-        made.register_hook(lambda gradient: self._add(squares, gradient.detach().flatten(0, -2).square()))
+        output.register_hook(lambda gradient: self._add(squares, gradient.detach().flatten(0, -2).square()))
 
     @torch.no_grad()
     def _add(self, inputs: Tensor, gradients: Tensor) -> None:

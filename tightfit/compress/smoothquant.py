@@ -45,8 +45,8 @@ def _best(weights: Tensor, seen: InputStatistics, scheme: Scheme, static: RangeR
         largest = (seen.largest / scale).max()
         input_scale = None if static is None else scale_of_inputs(smoothed, largest, scheme, static)
         inputs = rounded(smoothed, scheme.activations or "int8", input_scale)
-        made = inputs @ fit_grid(heavier, scheme).code(heavier).dequantize().T
-        return float((made - wanted).square().sum())
+        outputs = inputs @ fit_grid(heavier, scheme).code(heavier).dequantize().T
+        return float((outputs - wanted).square().sum())
 
     return min(STRENGTHS, key=error)
 

@@ -54,8 +54,8 @@ def spqr(weight: Tensor, hessian: Tensor, scheme: Scheme, options: SpqrOptions |
             column, aside = left[:, j].clone(), is_outlier[:, j]
             codes[:, j] = encode(column, scale, zero, scheme)
             kept[:, j] = torch.where(aside, column.to(torch.float16).float(), 0)
-            made = torch.where(aside, kept[:, j], decode(codes[:, j], scale, zero, scheme))
-            errors[:, j - start] = (column - made) / upper[j, j]
+            decoded = torch.where(aside, kept[:, j], decode(codes[:, j], scale, zero, scheme))
+            errors[:, j - start] = (column - decoded) / upper[j, j]
             left[:, j : start + GROUP] -= errors[:, j - start, None] * upper[j, j : start + GROUP]
         left[:, start + GROUP :] -= errors @ upper[here, start + GROUP :]
     return _collected(scheme, codes, statistics, kept, is_outlier)
@@ -86,8 +86,8 @@ def _group_range(block: Tensor, aside: Tensor, factor: Tensor, scheme: Scheme) -
     weights = ~aside / factor.square()
     repeated, costs = block[:, None].expand(-1, zeros.shape[1], -1), []
     for choice in scales.T:  # one scale of every row at a time, with all eight zero points
-        made = rounded(repeated, choice[:, None, None], zeros[:, :, None], scheme)
-        costs.append(((made - repeated).square() * weights[:, None]).sum(-1))
+        tried = rounded(repeated, choice[:, None, None], zeros[:, :, None], scheme)
+        costs.append(((tried - repeated).square() * weights[:, None]).sum(-1))
     best = torch.cat(costs, dim=1).argmin(1, keepdim=True)
     codes = {"scale": best // zeros.shape[1], "zero": best % zeros.shape[1]}
     return {key: value for name in codes for key, value in code_statistic(codes[name], ranges[name], name).items()}

@@ -214,12 +214,12 @@ class _LayerCut:
 
     def state(self) -> dict[str, Tensor]:
         """The parameters that stay."""
-        made = {}
+        cut = {}
         for name, tensor in self.layer.state_dict().items():
             if name in self.rows:
                 tensor = tensor[self.rows[name]]
-            made[name] = tensor[:, self.columns[name]] if name in self.columns else tensor
-        return made
+            cut[name] = tensor[:, self.columns[name]] if name in self.columns else tensor
+        return cut
 
 
 def _spread(groups: Tensor, size: int) -> Tensor:

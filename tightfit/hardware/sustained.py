@@ -71,7 +71,7 @@ FAMILIES: tuple[tuple[str, Generation], ...] = (
 
 def generation_of(card: Accelerator) -> Generation:
     """By its name; what is not known counts as Ampere, the most common."""
-    return next((made for pattern, made in FAMILIES if re.match(pattern, card.family)), "ampere")
+    return next((generation for pattern, generation in FAMILIES if re.match(pattern, card.family)), "ampere")
 
 
 def power_factor(card: Accelerator, peak_tflop_s: float) -> float:

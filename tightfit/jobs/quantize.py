@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from tightfit.jobs.section import Section
 
-BITS = (1, 2, 3, 4, 5, 6, 8)
 SCALE_STATE_BYTES = 16
 """A learned scale, its gradient and two moments, in float32."""
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tightfit.errors import UserError
-from tightfit.kernels.attention_mask import AttentionMask, documents_between
+from tightfit.kernels.attention_mask import AttentionMask
 from tightfit.kernels.flash_attention import LARGEST_HEAD, flash_attention
 from tightfit.kernels.flash_blocks import capability
 from tightfit.kernels.triton_support import use_triton
 
-__all__ = ["AttentionImpl", "AttentionMask", "attention", "attention_backend", "attention_eager", "documents_between"]
+__all__ = ["AttentionImpl", "AttentionMask", "attention", "attention_backend", "attention_eager"]
 
 Backend = Literal["sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]
 AttentionImpl = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "flex", "triton", "eager"]

@@ -120,8 +120,3 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Per row of [B, n, n] the number of true entries, and all columns with the true ones first, as [B, 1, …]."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
-
-
-def documents_between(boundaries: Tensor, length: int) -> Tensor:
-    """Document ids [1, length] from cumulative sequence lengths (`cu_seqlens`): [0, end of first, …, length]."""
-    return torch.bucketize(torch.arange(length, device=boundaries.device), boundaries[1:], right=True)[None].int()

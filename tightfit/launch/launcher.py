@@ -34,10 +34,10 @@ from tightfit.launch.forked import STOPPING, TRAINING, Forked
 from tightfit.launch.stopped import StoppedRanks
 from tightfit.launch.together import share_threads
 from tightfit.models.loading import checkpoints_of
+from tightfit.plan.export.launch import torchrun
 from tightfit.train.checkpoints.directory import what_is_safe
 from tightfit.train.precision import choose_device
 
-PORT = 29500
 LOOK_S = 0.2
 """How often a request to stop is looked for, at least."""
 LOOPBACK = "127.0.0.1"
@@ -49,9 +49,7 @@ def torchrun_line(ranks: int, nodes: int, head: str, arguments: list[str]) -> st
     """The line to run on each of `nodes` machines, of which `head` is one that all of them reach."""
     if nodes < 1 or ranks % nodes:
         raise UserError(f"the job's layout has {ranks} ranks, which {nodes} nodes cannot share evenly; change one")
-    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={head}:{PORT}" if nodes > 1 else "--standalone"
-    words = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={ranks // nodes}", *meeting.split()]
-    return shlex.join([*words, "-m", "tightfit", "train", *arguments])
+    return f"{torchrun(nodes, ranks // nodes, shlex.quote(head))} {shlex.join(arguments)}"
 
 
 def launch(job: Job, arguments: list[str], start: list[str], restarts: int, train: Train) -> int | None:

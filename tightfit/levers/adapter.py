@@ -49,15 +49,15 @@ class AdaptedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         a, b = (self.layer._parameters.get(name) for name in (A, B))
         drops = a is not None and self.dropout > 0 and torch.is_grad_enabled()
-        made: Tensor = _FrozenProduct.apply(x, a, b, self, drops)
-        return made
+        y: Tensor = _FrozenProduct.apply(x, a, b, self, drops)
+        return y
 
     def product(self, x: Tensor) -> Tensor:
         """W x with its bias, in memory of its own."""
         if self.ends_layer and not is_result_wanted():
             return placeholder(x, self.layer.out_features)
-        made: Tensor = cast(Any, type(self.layer)).forward(self.layer, x)
-        return made
+        y: Tensor = cast(Any, type(self.layer)).forward(self.layer, x)
+        return y
 
     def weight(self, dtype: torch.dtype) -> Tensor:
         """W."""
@@ -68,15 +68,15 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor | None, b: Tensor | None, linear: AdaptedLinear, drops: bool) -> Tensor:
         ctx.linear = linear
-        made = linear.product(x)
+        y = linear.product(x)
         if a is None or b is None:
-            return made
+            return y
         kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - linear.dropout) if drops else None
         low = F.linear(_dropped(x, kept, linear.dropout), a)
         ctx.save_for_backward(x, a, b, low, kept)
-        if made.stride()[-1]:  # not a placeholder
-            _rows(made).addmm_(_rows(low), b.T, alpha=linear.scale)
-        return made
+        if y.stride()[-1]:  # not a placeholder
+            _rows(y).addmm_(_rows(low), b.T, alpha=linear.scale)
+        return y
 
     @staticmethod
     @once_differentiable

@@ -49,8 +49,8 @@ class _Round(torch.autograd.Function):
         ctx.save_for_backward(weight, scale, zero)
         ctx.scheme = scheme
         blocks = in_groups(weight.float(), scheme)
-        made = rounded(blocks, scale[..., None], None if zero is None else zero[..., None], scheme)
-        return made.view(weight.shape).to(weight.dtype)
+        coded = rounded(blocks, scale[..., None], None if zero is None else zero[..., None], scheme)
+        return coded.view(weight.shape).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -80,10 +80,10 @@ class RoundedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         grid = self.grid()
         weight = _Round.apply(self.linear.weight, grid.scale, grid.zero, self.scheme)
-        made = F.linear(x, weight.to(x.dtype), self.linear.bias)
+        y = F.linear(x, weight.to(x.dtype), self.linear.bias)
         if self.outputs == "plain":
-            return made
-        return made + (rounded_activations(made, "int8") - made).detach()
+            return y
+        return y + (rounded_activations(y, "int8") - y).detach()
 
     def grid(self) -> Grid:
         """Scales and zero points as they are now."""

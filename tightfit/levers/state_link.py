@@ -94,16 +94,16 @@ class Update:
 class _StagingBuffer:
     memory: Tensor
     free: StreamEvent = None
-    made: dict[tuple[Any, ...], dict[str, Tensor]] = field(default_factory=dict)
-    """Staged views by the shapes of a piece: nearly all pieces are alike, and a view costs the host microseconds."""
+    staged: dict[tuple[Any, ...], dict[str, Tensor]] = field(default_factory=dict)
+    """Views by the shapes of a piece: nearly all pieces are alike, and a view costs the host microseconds."""
 
     def views(self, matrix: OffloadedMatrix, rows: slice) -> dict[str, tuple[Tensor, Tensor]]:
         """(staged, host) views of every kind for a piece."""
         hosts = {kind: tensor[rows] for kind, tensor in matrix.tensors.items()}
         shapes = tuple((kind, host.dtype, host.shape) for kind, host in hosts.items())
-        if shapes not in self.made:
-            self.made[shapes] = self._staged(hosts)
-        staged = self.made[shapes]
+        if shapes not in self.staged:
+            self.staged[shapes] = self._staged(hosts)
+        staged = self.staged[shapes]
         return {kind: (staged[kind], host) for kind, host in hosts.items()}
 
     def _staged(self, hosts: dict[str, Tensor]) -> dict[str, Tensor]:

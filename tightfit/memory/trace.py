@@ -170,10 +170,10 @@ class _Player:
             self.allocators["gpu"].release(self.blocks.pop(number))
         self.allocators["gpu"].empty_cache()
         update = next(at for at, phase in self.trace.starts if begin <= at and phase == "optimizer")
-        made = {event for event in self.trace.events[begin:update] if event >= 0}
+        allocated = {event for event in self.trace.events[begin:update] if event >= 0}
         self.pool = CAPTURED
         self.play(begin, update)
-        self.pool, self.kept = 0, made & self.blocks.keys()
+        self.pool, self.kept = 0, allocated & self.blocks.keys()
         self.play(update, end)
 
     def _play(self, event: int) -> None:

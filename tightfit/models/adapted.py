@@ -47,10 +47,10 @@ def weights_digest(path: Path) -> str:
     """A digest of the model in a file or directory: of its weights, and of what it is an adapter of."""
     patterns = ("*.safetensors", "sharded/*.distcp", BASE_FILE)
     files = [path] if path.is_file() else sorted(found for each in patterns for found in path.glob(each))
-    made = hashlib.sha256()
+    hashed = hashlib.sha256()
     for file in files:
-        made.update(f"{file.name} {digest(file)}\n".encode())
-    return made.hexdigest()
+        hashed.update(f"{file.name} {digest(file)}\n".encode())
+    return hashed.hexdigest()
 
 
 def write_adapter(

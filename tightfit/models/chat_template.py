@@ -295,17 +295,19 @@ def _range(*bounds: Any) -> range:
 def _tables() -> tuple[dict[str, Any], dict[str, Any]]:
     """Filters and tests, metered."""
     plain = ImmutableSandboxedEnvironment()
-    filters = {name: made for name, made in plain.filters.items() if name not in COSTLY_FILTERS}
+    filters = {name: call for name, call in plain.filters.items() if name not in COSTLY_FILTERS}
     filters["tojson"] = _to_json
-    filters |= {name: _metered(name, cast(Any, made)) for name, made in filters.items()}
+    filters |= {name: _metered(name, cast(Any, call)) for name, call in filters.items()}
     filters |= {"metered_loop": _loop, "metered_slice": _slice, "metered_concat": _concat, "metered_value": _value}
-    return filters, {name: _metered(name, cast(Any, made)) for name, made in plain.tests.items()}
+    return filters, {name: _metered(name, cast(Any, call)) for name, call in plain.tests.items()}
 
 
 def _environment(template_characters: int) -> _Environment:
-    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_value)
-    made.filters, made.tests = (dict(table) for table in _tables())
-    made.globals = {"raise_exception": _raise, "strftime_now": _now, "range": _range, "namespace": _Namespace}
-    made.globals["dict"] = lambda *arguments, **fields: dict(*arguments, **fields)
-    made.template_characters = template_characters
-    return made
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_value
+    )
+    environment.filters, environment.tests = (dict(table) for table in _tables())
+    environment.globals = {"raise_exception": _raise, "strftime_now": _now, "range": _range, "namespace": _Namespace}
+    environment.globals["dict"] = lambda *arguments, **fields: dict(*arguments, **fields)
+    environment.template_characters = template_characters
+    return environment

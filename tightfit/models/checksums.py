@@ -31,15 +31,15 @@ CHANGED = f"if you changed it yourself, remove its {NAME} or add --no-verify"
 
 def digest(path: Path) -> str:
     """The digest of a file's bytes."""
-    made, size = hashlib.sha256(), path.stat().st_size
+    hashed, size = hashlib.sha256(), path.stat().st_size
     for start in range(0, size, BLOCK_BYTES * BLOCKS_AT_ONCE):
         data: np.ndarray = np.memmap(path, np.uint8, "r", start, (min(BLOCK_BYTES * BLOCKS_AT_ONCE, size - start),))
         if rest := len(data) % BLOCK_BYTES:
             data = np.concatenate([data, np.zeros(BLOCK_BYTES - rest, np.uint8)])
         words = data.view("<u8").reshape(-1, BLOCK_BYTES // 8)
-        made.update(words.sum(axis=1, dtype=np.uint64).astype("<u8").tobytes())
-    made.update(size.to_bytes(8, "little"))
-    return made.hexdigest()
+        hashed.update(words.sum(axis=1, dtype=np.uint64).astype("<u8").tobytes())
+    hashed.update(size.to_bytes(8, "little"))
+    return hashed.hexdigest()
 
 
 def write_checksums(folder: Path) -> None:

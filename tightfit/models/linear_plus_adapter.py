@@ -33,8 +33,8 @@ class LinearPlusAdapter(nn.Module):
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.base(x)
-        return made + F.linear(F.linear(x, self.down), self.up)
+        y: Tensor = self.base(x)
+        return y + F.linear(F.linear(x, self.down), self.up)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix that it multiplies by: the sum, made in float32."""

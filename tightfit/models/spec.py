@@ -245,6 +245,12 @@ class ModelSpec:
         return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
+    def latent_columns(self) -> int:
+        """Width of all heads' keys (without what is rotated) and values, as latent attention makes them; else 0."""
+        latent = self.latent
+        return 0 if latent is None else self.heads * (self.head_dim - latent.rope_dim + latent.value_dim)
+
+    @property
     def qk_norm_params(self) -> int:
         """Parameters of one layer's norms of queries and keys."""
         return (self.query_size + self.kv_size if self.qk_norm_joint else 2 * self.head_dim) * self.qk_norm
@@ -266,7 +272,7 @@ class ModelSpec:
         h, q, rank = self.hidden_size, self.query_size, latent.query_rank
         queries = h * rank + rank + rank * q if rank else h * q
         shared = h * (latent.kv_rank + latent.rope_dim) + latent.kv_rank
-        expanded = latent.kv_rank * self.heads * (self.head_dim - latent.rope_dim + latent.value_dim)
+        expanded = latent.kv_rank * self.latent_columns
         bias = (rank + latent.kv_rank + latent.rope_dim) * self.qkv_bias + h * self.output_bias
         return queries + shared + expanded + self.output_size * h + bias
 
@@ -300,15 +306,20 @@ class ModelSpec:
         return 0 if experts is None else (self.hidden_size + experts.router_bias + experts.corrected) * experts.count
 
     @property
+    def vocabulary_params(self) -> int:
+        """Parameters of the tokens' embedding, and of the output projection as many."""
+        return self.vocab_size * self.hidden_size
+
+    @property
     def embedding_params(self) -> int:
         """Parameters before the first layer."""
         positions = self.max_positions * self.hidden_size if self.rope is None else 0
-        return self.vocab_size * self.hidden_size + positions
+        return self.vocabulary_params + positions
 
     @property
     def head_params(self) -> int:
         """Parameters of the output projection that the embedding does not already hold."""
-        return 0 if self.tied else self.vocab_size * self.hidden_size
+        return 0 if self.tied else self.vocabulary_params
 
     def params(self, *, active: bool = False) -> int:
         """All parameters; with `active`, those that one token uses."""

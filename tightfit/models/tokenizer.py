@@ -243,15 +243,15 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     try:
         reader: Any = PreTrainedTokenizerFast if found else AutoTokenizer
         wrapped = reader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-        made = Tokenizer(wrapped)
-        made.encode("Aé 1")
+        tokenizer = Tokenizer(wrapped)
+        tokenizer.encode("Aé 1")
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the Rust side panics on some broken files, and a panic is no Exception
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         problem = "cannot be read" if found else "has no tokenizer.json, and its other files make no tokenizer"
         raise UserError(f"the tokenizer in {directory} {problem}: {why}") from error
-    return made
+    return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, progress: bool = False) -> Tokenizer:

@@ -8,6 +8,7 @@ least one and at most 4 million tokens together; and bf16 where the card has it,
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -51,7 +52,7 @@ class Question:
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def space(self) -> SearchSpace:
         """Where to look for plans."""
         pins = self.pins.with_engine(self.workload.engine)

@@ -54,7 +54,7 @@ class CpuStepRates:
     def products_seconds(self, spec: ModelSpec, step: Step) -> float:
         """Of the step's products alone."""
         layers_ns = layer_params(spec) * self.measured.product_ns(self.layers_as, step.tokens)
-        head_ns = spec.vocab_size * spec.hidden_size * self.measured.product_ns(self.head_as, step.answers)
+        head_ns = spec.vocabulary_params * self.measured.product_ns(self.head_as, step.answers)
         return 1e-9 * (layers_ns + head_ns)
 
     def reading_seconds(self, spec: ModelSpec) -> float:

@@ -21,12 +21,11 @@ from tightfit.jobs.rules.shapes import indivisible
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT
-from tightfit.memory.formulas.serving import CacheFormat, cache_bytes
+from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat, cache_bytes
 from tightfit.models.spec import ModelSpec
 
 ELEMENT_BYTES = 2
 WIDE = 4
-PREFILL_TOKENS = 2048
 SHARE = 0.9
 """Of a card's memory that a server takes; engines have the same default."""
 
@@ -66,9 +65,9 @@ class Deployment:
     def weight_bytes(self) -> int:
         """Of the stage that holds most, on one card."""
         spec = self.spec
-        end = spec.vocab_size * spec.hidden_size
-        ends = end if spec.tied or self.pipeline > 1 else 2 * end
-        layers = spec.params() - (end if spec.tied else 2 * end)
+        both_ends = spec.vocabulary_params + spec.head_params
+        ends = spec.vocabulary_params if self.pipeline > 1 else both_ends
+        layers = spec.params() - both_ends
         return ELEMENT_BYTES * ceil(ceil(layers * self.stage_layers, spec.layers) + ends, self.tensor)
 
     @property

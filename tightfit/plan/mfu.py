@@ -14,7 +14,7 @@ from tightfit.plan.seconds.rates import card_peak_flop_s
 
 def token_flops(spec: ModelSpec, sequence_length: int, *, frozen: bool = False) -> float:
     """Forward and backward of one token; of experts, those it is routed to. Of `frozen` weights, without gradients."""
-    tied_head = spec.vocab_size * spec.hidden_size if spec.tied else 0  # else the embedding multiplies nothing
+    tied_head = spec.vocabulary_params if spec.tied else 0  # else the embedding multiplies nothing
     weights = spec.params(active=True) - spec.embedding_params + tied_head
     pairs = spec.layers * attention_pairs(spec, sequence_length) / sequence_length
     return (4.0 if frozen else 6.0) * weights + 12.0 * spec.query_size * pairs

@@ -11,7 +11,7 @@ from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.rules.refusals import refused_workload
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.plan.batch import warning
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_mesh
@@ -134,7 +134,7 @@ def _other_meshes(plan: Plan) -> Iterator[Layout]:
 
 
 def _fits(plan: Plan, layout: Layout) -> bool:
-    return peak(plan.workload, layout, plan.levers, INSTALLED)[0] <= plan.machine.accelerator.memory_bytes
+    return peaks(plan.workload, layout, plan.levers, INSTALLED).gpu_bytes <= plan.machine.accelerator.memory_bytes
 
 
 def one_gpu_note(plan: Plan) -> str | None:
@@ -158,7 +158,7 @@ def _captured_s(plan: Plan, costs: Costs, layout: Layout) -> float | None:
     """Seconds of the plan's step on one card; None where it is no graph or does not fit, with these levers."""
     try:
         captured = costs.of(layout).is_captured(plan.levers)
-        fits = peak(plan.workload, layout, plan.levers, INSTALLED)[0] <= costs.machine.accelerator.memory_bytes
+        fits = peaks(plan.workload, layout, plan.levers, INSTALLED).gpu_bytes <= costs.machine.accelerator.memory_bytes
     except UserError:  # a budget of activations that is too small for one card
         return None
     return costs.step(layout, plan.levers).step_s if captured and fits else None

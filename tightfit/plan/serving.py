@@ -65,8 +65,7 @@ class Serving:
     def _cpu_ledger(self, rates: CpuStepRates) -> Ledger:
         """What an engine on a CPU holds: float32, but for the codes that it multiplies by; copies in 16 bits."""
         small, by_codes = self.compressed, rates.layers_as == "int4"
-        head = self.spec.vocab_size * self.spec.hidden_size
-        copied = (head if rates.head_as == "fp16" else 0) + (
+        copied = (self.spec.vocabulary_params if rates.head_as == "fp16" else 0) + (
             layer_params(self.spec) if rates.layers_as == "fp16" else 0
         )
         return serving_ledger(
@@ -106,10 +105,8 @@ class Serving:
         """At least, from one token of every request to the next."""
         if isinstance(rates := self.rates, CpuStepRates):
             return rates.reading_seconds(self.spec) + self._cache_bytes / rates.bytes_per_second
-        active = self.spec.params(active=True) / self.spec.params()
-        read = self.weight_bytes * (active if self.requests == 1 else 1.0)
-        read += self._cache_bytes
-        return read / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
+        read_bytes = self.weight_bytes * self._active_share + self._cache_bytes
+        return read_bytes / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
 
     @property
     def tokens_per_second(self) -> float:
@@ -128,8 +125,7 @@ class Serving:
     @property
     def _product_tflop_s(self) -> float:
         """Peak of the fastest products that the weights can have: of bytes where inputs are rounded to them."""
-        rates = self.machine.accelerator.rates
-        scheme = None if self.compressed is None else self.compressed.scheme
+        rates, scheme = self.machine.accelerator.rates, self._scheme
         narrow = () if scheme is None or scheme.activations is None else (rates.fp8, rates.int8)
         return max(rate for rate in (rates.bf16, rates.fp16, rates.fp32, *narrow) if rate is not None)
 
@@ -154,7 +150,7 @@ class Serving:
             bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
             product_flops=peak * MEASURED.matmul,
             attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            packed=self._packed,
+            packed=None if self._scheme is None else PackedProducts.of(self._scheme),
         )
 
     @property
@@ -171,9 +167,7 @@ class Serving:
     @property
     def _has_4_bit_codes(self) -> bool:
         """Whether weights are the integers that a CPU may multiply by as they are (kernels/int4_linear.py)."""
-        if self.compressed is None:
-            return self._packed_bits == 4
-        scheme = self.compressed.scheme
+        scheme = self._scheme
         return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 
     @property
@@ -183,29 +177,24 @@ class Serving:
         return cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
 
     @property
-    def _packed(self) -> PackedProducts | None:
-        """None where weights are plain."""
-        scheme = None if self.compressed is None else self.compressed.scheme
-        if self.compressed is None and self.form not in PLAIN:
-            scheme = Scheme(bits=self._packed_bits)
-        return None if scheme is None else PackedProducts.of(scheme)
+    def _scheme(self) -> Scheme | None:
+        """How weights are coded; None where they are plain."""
+        if self.compressed is not None:
+            return self.compressed.scheme
+        return None if self.form in PLAIN else Scheme(bits=8 if self.form == "q8_0" else 4)
 
     @property
-    def _packed_bits(self) -> int:
-        """4 or 8, whichever a weight fits in; 16 where weights are plain."""
-        scheme = None if self.compressed is None else self.compressed.scheme
-        if self.compressed is None:
-            return 16 if self.form in PLAIN else 8 if self.form == "q8_0" else 4
-        return 16 if scheme is None else 4 if scheme.bits <= 4 else 8
+    def _active_share(self) -> float:
+        """Of the weights, what a step reads: of experts one token's where that is alone."""
+        return self.spec.params(active=True) / self.spec.params() if self.requests == 1 else 1.0
 
     @property
     def read_bytes(self) -> float:
-        """Weights that a step reads: all but an embedding of its own; of experts one token's where it is alone."""
+        """Weights that a step reads: all but an embedding of its own."""
         spec = self.spec
-        active = spec.params(active=True) / spec.params() if self.requests == 1 else 1.0
-        embedding = 0 if spec.tied else spec.vocab_size * spec.hidden_size
+        embedding = 0 if spec.tied else spec.vocabulary_params
         embedding_bytes = embedding * (self.weight_bytes / spec.params() if self.compressed is None else 2)
-        return (self.weight_bytes - embedding_bytes) * active
+        return (self.weight_bytes - embedding_bytes) * self._active_share
 
     @property
     def most_requests(self) -> int:
@@ -276,7 +265,7 @@ def make_serving(
         raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")
     if requests < 1:
         raise UserError(f"--batch is {requests}; give at least 1 request")
-    made = Serving(
+    serving = Serving(
         model=model,
         spec=spec,
         machine=machine,
@@ -286,5 +275,5 @@ def make_serving(
         cache=cache,
         compressed=compressed,
     )
-    _ = made.rates  # which a CPU that was not measured has not
-    return made
+    _ = serving.rates  # which a CPU that was not measured has not
+    return serving

@@ -19,7 +19,7 @@ class Step:
 
 def layer_params(spec: ModelSpec) -> int:
     """Weights of the layers that a token is multiplied by."""
-    return spec.params(active=True) - (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
+    return spec.params(active=True) - spec.vocabulary_params - spec.head_params
 
 
 def moved_elements(spec: ModelSpec) -> int:

@@ -93,7 +93,7 @@ class StepRates:
 
     def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
         """Seconds of each, of weights as they are multiplied."""
-        packed, head = self.packed, spec.vocab_size * spec.hidden_size
+        packed, head = self.packed, spec.vocabulary_params
         layers_flop, head_flop = 2 * layer_params(spec) * step.tokens, 2 * head * step.answers
         plain = (layers_flop + head_flop) / self.product_flops
         if packed is None:

@@ -107,8 +107,8 @@ def _fixed_us(device: torch.device, name: str, peaks: dict[str, float]) -> float
     """What a small product takes beyond its operations at the sustained rate."""
     name = name if name in peaks else "fp32"
     size = 512 if device.type == "cuda" else 64
-    made = list(products(device, NUMBERS[name], size, size, size))
-    return max(0.0, min(1e3 * (each.ms - each.tflop / peaks[name] * 1e3) for each in made))
+    measured = list(products(device, NUMBERS[name], size, size, size))
+    return max(0.0, min(1e3 * (each.ms - each.tflop / peaks[name] * 1e3) for each in measured))
 
 
 def _host(device: torch.device, say: Say) -> tuple[float, float, float]:

@@ -48,7 +48,7 @@ def _results(rank: int, world: int, device: torch.device) -> dict[str, tuple[Ten
 
     own, everybody = of(rank), torch.stack([of(each) for each in range(world)])
     part = slice(rank * NUMBERS, (rank + 1) * NUMBERS)
-    made = {name: run_once(name, own) for name in OPERATIONS}
+    results = {name: run_once(name, own) for name in OPERATIONS}
     wanted = {
         "all-reduce": everybody.sum(0),
         "all-gather": everybody.flatten(),
@@ -56,7 +56,7 @@ def _results(rank: int, world: int, device: torch.device) -> dict[str, tuple[Ten
         "all-to-all": everybody[:, part].flatten(),
         "send": of((rank - 1) % world),
     }
-    return {name: (made[name], wanted[name]) for name in OPERATIONS}
+    return {name: (results[name], wanted[name]) for name in OPERATIONS}
 
 
 def _first_wrong(found: Tensor, wanted: Tensor) -> str:

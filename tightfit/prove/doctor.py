@@ -123,12 +123,12 @@ def run_doctor(
         except (UserError, RuntimeError) as error:
             findings.append(Finding("ranks", "wrong", _what_happened(str(error), Path(folder), world)))
         findings += _read_notes(Path(folder))
-    made = Diagnosis(device=device, ranks=world, seconds=time.monotonic() - began, findings=tuple(findings))
+    diagnosis = Diagnosis(device=device, ranks=world, seconds=time.monotonic() - began, findings=tuple(findings))
     if measured is None:
-        return made
+        return diagnosis
     rates, calibration = measured
-    path = _keep(device, rates, calibration) if made.healthy else None
-    return replace(made, rates=rates, calibration_file=path)
+    path = _keep(device, rates, calibration) if diagnosis.healthy else None
+    return replace(diagnosis, rates=rates, calibration_file=path)
 
 
 def _device_and_ranks(ranks: int | None) -> tuple[str, int]:

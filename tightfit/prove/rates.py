@@ -6,7 +6,6 @@ predictions.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.prove.rehearsal import Program, build
-from tightfit.prove.timing import Do, looped_ms, timed_ms, wait
+from tightfit.prove.timing import Do, looped_ms, timed_ms
 from tightfit.train.short_collections import short_collections
 from tightfit.train.step import ignore
 
@@ -44,9 +43,9 @@ class Product(NamedTuple):
     gb: float
 
 
-def products(device: torch.device, dtype: torch.dtype, rows: int, taken: int, made: int) -> Iterator[Product]:
-    """y = x Wᵀ, dx = dy W and dW = dyᵀ x of x [rows, taken] and W [made, taken]."""
-    shapes = ((rows, taken), (rows, made), (made, taken))
+def products(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> Iterator[Product]:
+    """y = x Wᵀ, dx = dy W and dW = dyᵀ x of x [rows, inputs] and W [outputs, inputs]."""
+    shapes = ((rows, inputs), (rows, outputs), (outputs, inputs))
     x, dy, weight = (torch.randn(*shape, device=device).to(dtype) for shape in shapes)
     outs = [torch.empty_like(tensor) for tensor in (dy, x, weight)]
     does: dict[str, Do] = {
@@ -56,7 +55,7 @@ def products(device: torch.device, dtype: torch.dtype, rows: int, taken: int, ma
     }
     moved_gb = sum(tensor.nbytes for tensor in outs) / 1e9
     for name, do in does.items():
-        yield Product(name, timed_ms(do, device), 2e-12 * rows * taken * made, moved_gb)
+        yield Product(name, timed_ms(do, device), 2e-12 * rows * inputs * outputs, moved_gb)
 
 
 def sustained_tflop_s(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
@@ -180,12 +179,7 @@ def _narrow_program(device: torch.device, spec: ModelSpec) -> Program:
 
 def _steps_ms(device: torch.device, program: Program) -> float:
     """Of one step among a few."""
-    wait(device)
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        program.step(ignore)
-    wait(device)
-    return (time.perf_counter() - began) * 1e3 / STEPS
+    return looped_ms(lambda: program.step(ignore), STEPS, device)
 
 
 @torch.no_grad()

@@ -148,8 +148,8 @@ def _several(found: Sequence[Compared], original: tuple[str, int]) -> Table:
     table = Table("", "weights", "perplexity", "KL", "same likeliest token", title=title, title_justify="left")
     table.add_row(Path(original[0]).name, gib(original[1]), f"{first.original_perplexity:.2f}", "", "")
     for each in found:
-        made = each.result
-        numbers = (f"{made.perplexity:.2f}", _told(made.kl), _told(made.agreement))
+        result = each.result
+        numbers = (f"{result.perplexity:.2f}", _told(result.kl), _told(result.agreement))
         table.add_row(Path(each.model).name, gib(each.weight_bytes), *numbers)
     return table
 

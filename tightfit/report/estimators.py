@@ -37,7 +37,7 @@ def largest_module_params(plan: Plan) -> int:
     """Parameters of the largest leaf of the model, which is what DeepSpeed calls the largest layer."""
     spec = plan.workload.spec
     widest = max(spec.mlp_size, spec.query_size) * spec.hidden_size
-    return max(spec.vocab_size * spec.hidden_size, widest)
+    return max(spec.vocabulary_params, widest)
 
 
 def _deepspeed(plan: Plan) -> Estimate:

@@ -1,15 +1,13 @@
 """Timeline: allocated and reserved memory over a step with its phases, measured or simulated.
 
-A GPU's allocator history has the time of every allocation and free (`recorded` for a block of code, or a measurement).
+A GPU's allocator history has the time of every allocation and free.
 Simulations and measurements on the CPU only have their order: there the axis counts allocations and frees.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from time import time_ns
 from typing import TYPE_CHECKING, Any, Literal
 
 from tightfit.report.figure import panels, plain
@@ -17,7 +15,6 @@ from tightfit.report.figure import panels, plain
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from tightfit.memory.blocks import Event
     from tightfit.memory.measurement import Measuring
     from tightfit.memory.trace import Replay, Trace
 
@@ -120,48 +117,6 @@ def of_simulation(trace: "Trace") -> Timeline:
     if len(found.starts) > 1 and found.starts[0][1] not in BANDS:  # a step counts its tokens before it says "forward"
         found.starts[:2] = [(0.0, found.starts[1][1])]
     return found
-
-
-class Recorder:
-    """Collects where phases begin while a step runs."""
-
-    def __init__(self, allocated_bytes: int, reserved_bytes: int) -> None:
-        self.allocated_bytes, self.reserved_bytes, self.started_us = allocated_bytes, reserved_bytes, time_ns() / 1e3
-        self.starts: list[tuple[float, str]] = []
-        self.timeline = Timeline()
-
-    def mark(self, phase: str) -> None:
-        """Phase `phase` begins now; waits for the GPU, so that phases do not overlap."""
-        import torch
-
-        torch.cuda.synchronize()
-        self.starts.append(((time_ns() / 1e3 - self.started_us) / 1e3, phase))
-
-
-@contextmanager
-def recorded() -> Iterator[Recorder]:
-    """Records all allocations and frees of the caching allocator inside the block, as `recorder.timeline`."""
-    import torch
-
-    torch.cuda.synchronize()
-    recorder = Recorder(torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=2_000_000)
-    try:
-        yield recorder
-        torch.cuda.synchronize()
-        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        recorder.timeline = of_history(history, recorder)
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def of_history(history: "Sequence[Event]", recorder: Recorder) -> Timeline:
-    """The timeline of an allocator history, starting from the bytes at the start of recording."""
-    from tightfit.memory.measurement import running_totals
-
-    totals = list(running_totals(history, recorder.allocated_bytes, recorder.reserved_bytes))
-    positions = [(event["time_us"] - recorder.started_us) / 1e3 for event in history]
-    return Timeline(positions, [held for held, _ in totals], [taken for _, taken in totals], recorder.starts)
 
 
 def draw_timelines(

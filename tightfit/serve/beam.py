@@ -121,8 +121,8 @@ def likeliest_answers(engine: Engine, requests: list[Request], width: int) -> It
         search = BeamSearch(request.id, request.prompt, width, room, request.sampling.stop_ids, request.adapter)
         while not search.is_over:
             asked = search.requests()
-            made = engine.generate(asked)
-            search.take([made[each.id][0] for each in asked])
+            answers = engine.generate(asked)
+            search.take([answers[each.id][0] for each in asked])
         yield request, [_answer(engine, search.best[0], request.sampling.stop_ids)]
 
 

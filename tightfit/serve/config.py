@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.errors import UserError
-from tightfit.memory.formulas.serving import CacheFormat
+from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat
 
 Speculation = Literal["none", "lookup", "draft", "skip"]
 
@@ -15,7 +15,7 @@ class EngineConfig:
 
     max_sequences: int = 64
     """Answers under way at a time."""
-    step_tokens: int = 2048
+    step_tokens: int = PREFILL_TOKENS
     """Tokens a step computes at most: the largest piece of a prompt."""
     max_length: int | None = None
     """Positions of prompt and answer together; the model's own at most."""

@@ -70,9 +70,9 @@ def measure_cpu_rates() -> CpuRates:
     )
 
 
-def _best_s(do: Callable[[], object], rounds: int = ROUNDS) -> float:
+def _best_s(do: Callable[[], object]) -> float:
     do()
-    return min(_seconds(do) for _ in range(rounds))
+    return min(_seconds(do) for _ in range(ROUNDS))
 
 
 def _seconds(do: Callable[[], object]) -> float:

@@ -216,7 +216,7 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.stored = chunk.end
         chosen = (choose_alone if self.config.batch_invariant else choose)(logits, asked) if asked else []
-        outputs = [self._took(chunk, made) for chunk, made in zip(choosing, chosen, strict=True)]
+        outputs = [self._took(chunk, choice) for chunk, choice in zip(choosing, chosen, strict=True)]
         for chunk in chunks:
             self.scheduler.settle(chunk.sequence)
         for chunk in choosing:

@@ -15,6 +15,7 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
+from tightfit.hardware.timing import seconds_each
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.plan.cpu_serving_time import CpuStepRates
@@ -56,23 +57,13 @@ PRODUCT_SIZE = 8192
 def read_bytes_per_second(device: torch.device) -> float:
     """How fast memory is read where a model is: the best of a few sums over more than caches hold."""
     data = torch.zeros(READ_BYTES // 4, device=device)
-    best = math.inf
-    for _ in range(READ_ROUNDS):
-        began = time.perf_counter()
-        data.sum().item()
-        best = min(best, time.perf_counter() - began)
-    return READ_BYTES / best
+    return READ_BYTES / min(seconds_each(lambda: data.sum().item(), READ_ROUNDS))
 
 
 def product_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """How fast this device multiplies matrices: the best of a few."""
     left = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
-    best = math.inf
-    for _ in range(READ_ROUNDS):
-        began = time.perf_counter()
-        (left @ left)[0, 0].item()
-        best = min(best, time.perf_counter() - began)
-    return 2 * PRODUCT_SIZE**3 / best
+    return 2 * PRODUCT_SIZE**3 / min(seconds_each(lambda: (left @ left)[0, 0].item(), READ_ROUNDS))
 
 
 def measured_rates(engine: Engine) -> ServingRates:

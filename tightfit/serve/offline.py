@@ -208,8 +208,8 @@ def answer_file(
             finished = read_finished(target)  # as it is now that nobody else writes
             left = [request for request in requests if request.id not in finished.asked]
             on_finished(len(prompts) - len(left), len(prompts))
-            made = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
-            lines = (_line(request, answers, beams) for request, answers in made)
+            answered = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
+            lines = (_line(request, answers, beams) for request, answers in answered)
             _append(lines, target, finished, lambda count: on_finished(len(prompts) - len(left) + count, len(prompts)))
     return len(left)
 

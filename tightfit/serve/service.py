@@ -115,11 +115,11 @@ class Service:
 
     async def answers(self, request: Request, seconds: float | None = None) -> list[Answer]:
         """The whole answers to `request`."""
-        made = [Answer() for _ in range(request.count)]
+        answers = [Answer() for _ in range(request.count)]
         async with contextlib.aclosing(self.outputs(request, seconds)) as outputs:
             async for output in outputs:
-                made[output.index].add(output)
-        return made
+                answers[output.index].add(output)
+        return answers
 
     async def call(self, work: Work) -> Any:
         """What `work` returns, run between two steps of the engine."""
@@ -129,11 +129,11 @@ class Service:
 
         def run(engine: Engine) -> None:
             try:
-                made = work(engine)
+                result = work(engine)
             except Exception as error:
                 loop.call_soon_threadsafe(_set, future, None, error)
             else:
-                loop.call_soon_threadsafe(_set, future, made, None)
+                loop.call_soon_threadsafe(_set, future, result, None)
 
         self._put(run)
         return await future

@@ -40,7 +40,7 @@ def token_streams(loaded: LoadedModel, prompt: list[int], sampling: Sampling, *,
     longest = min(len(prompt) + sampling.max_tokens, positions)
     config = EngineConfig(
         max_sequences=count,
-        step_tokens=max(2048, count),
+        step_tokens=max(EngineConfig.step_tokens, count),
         max_length=max(longest, 1),
         graphs=False,
         packed_products=not loaded.exact,

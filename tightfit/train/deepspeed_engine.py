@@ -120,7 +120,7 @@ class DeepSpeedModule(nn.Module):
     @staticmethod
     def configuration(job: Job, workload: Workload) -> dict[str, Any]:
         """What a plan of this job is exported as."""
-        return settings(workload, job.layout, job.levers, job.optimizer.model_dump())
+        return settings(workload, job.layout, job.levers, job.optimizer)
 
     def _initialize(self, objective: Objective) -> None:
         if not dist.is_initialized():

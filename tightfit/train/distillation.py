@@ -228,9 +228,9 @@ class Distiller:
             layer = student.layers[index]
             assert isinstance(layer, Layer)
 
-            def keep(module: nn.Module, inputs: Any, made: tuple[Tensor, Any], index: int = index) -> None:
+            def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, Any], index: int = index) -> None:
                 if torch.is_grad_enabled():
-                    self._seen[index] = made[0]
+                    self._seen[index] = output[0]
 
             def look(module: nn.Module, inputs: tuple[Tensor, ForwardContext], index: int = index) -> None:
                 if torch.is_grad_enabled():
@@ -254,11 +254,11 @@ class Distiller:
 
     def take_maps(self, documents: Tensor | None) -> list[Tensor]:
         """The student's attention maps of this forward pass, whose inputs are then forgotten."""
-        made = []
+        maps = []
         for index in self.student_layers:
             attention = cast(Layer, self._student.layers[index]).attention
-            made.append(attention_map(attention, *self._looking.pop(index), documents))
-        return made
+            maps.append(attention_map(attention, *self._looking.pop(index), documents))
+        return maps
 
     def take_features(self) -> list[Tensor]:
         """The student's hidden states of this forward pass, which are then forgotten."""

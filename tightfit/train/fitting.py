@@ -15,7 +15,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT, INSTALLED
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.models.loading import source_spec
 from tightfit.models.resolve import reshaped
 from tightfit.models.spec import ModelSpec
@@ -128,7 +128,7 @@ def _reasons(job: Job, plan: Plan) -> list[str]:
     """What was picked and why, in a few lines."""
     room, host = plan.machine.accelerator.memory_bytes, plan.machine.host_bytes
     layout = plan.layout
-    asked, _ = peak(plan.workload, layout, job.levers, INSTALLED)
+    asked = peaks(plan.workload, layout, job.levers, INSTALLED).gpu_bytes
     plain_s = Costs(plan.workload, plan.machine).step(layout, job.levers).step_s
     parts = ", ".join(f"{name} {seconds / plan.step_seconds:.0%}" for name, seconds in plan.time.parts()[:4])
     as_given = "as the job has them" if job.levers.model_fields_set else "without levers"

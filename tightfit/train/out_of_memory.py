@@ -21,7 +21,7 @@ from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT, INSTALLED
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.memory.ledger import Component, Ledger, Line, Phase
 from tightfit.plan.cost import Costs
 from tightfit.plan.host_room import usable_host_bytes
@@ -211,7 +211,7 @@ def _advice(running: Running, missing_bytes: int, limit_bytes: int = 0) -> Advic
     later moments of the step, which were not reached, need more than the one that failed."""
     job, workload = running.job, running.workload
     space = SearchSpace(workload, _machine(running))
-    now, _ = peak(workload, job.layout, job.levers, INSTALLED)
+    now = peaks(workload, job.layout, job.levers, INSTALLED).gpu_bytes
     found = cheapest_that_fits(space, job.layout, job.levers, min(now - missing_bytes, limit_bytes or now))
     if found is None:
         return None

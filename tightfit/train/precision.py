@@ -4,7 +4,6 @@ bf16 has float32's range and needs no scaling. fp16 (V100, T4) loses gradients b
 a large factor that halves when gradients overflow and doubles after a long calm (Micikevicius et al. 2017).
 """
 
-import time
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -13,6 +12,7 @@ import torch
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
+from tightfit.hardware.timing import seconds_each
 from tightfit.jobs.job import Precision, PrecisionName
 from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 
@@ -51,12 +51,7 @@ def faster_on_cpu() -> PrecisionName:
 def product_seconds(dtype: torch.dtype, size: int = 384, times: int = 7) -> float:
     """The fastest of a few products of two square matrices."""
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        torch.mm(left, right)
-        found.append(time.perf_counter() - began)
-    return min(found)
+    return min(seconds_each(lambda: torch.mm(left, right), times))
 
 
 @dataclass

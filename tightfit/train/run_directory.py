@@ -133,8 +133,8 @@ def recover(output: Path) -> None:
 @contextmanager
 def opened(job: Job, decision: Decision, start: Start) -> Iterator["OpenedRun"]:
     """The run's directory with its lock held and job.yaml in it, ready for a run to write to."""
-    made = _missing_directories(job.output)
-    run = OpenedRun(job.output, decision, made)
+    directories = _missing_directories(job.output)
+    run = OpenedRun(job.output, decision, directories)
     try:
         with _told(job.output):
             job.output.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,8 @@ def opened(job: Job, decision: Decision, start: Start) -> Iterator["OpenedRun"]:
 class OpenedRun:
     """A run that is being written."""
 
-    def __init__(self, output: Path, decision: Decision, made: list[Path]) -> None:
-        self.output, self.decision, self.made = output, decision, made
+    def __init__(self, output: Path, decision: Decision, directories: list[Path]) -> None:
+        self.output, self.decision, self.made_directories = output, decision, directories
         self.had_checkpoint = decision.checkpoint is not None
         self.replacing = False
         self.has_written = False
@@ -198,7 +198,7 @@ class OpenedRun:
 
     def remove_empty(self) -> None:
         """The directories that were made for this run and hold nothing, innermost first."""
-        for directory in self.made:
+        for directory in self.made_directories:
             with suppress(OSError):
                 directory.rmdir()
 

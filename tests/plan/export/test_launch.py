@@ -14,7 +14,7 @@ from tests.plan.questions import planned
 from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.plan.export.files import EXPORTS, export
-from tightfit.plan.export.launch import slurm_script, torchrun_line
+from tightfit.plan.export.launch import slurm_script, torchrun_command
 from tightfit.plan.plan import Plan
 
 SBATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "mem", "exclusive", "output"}
@@ -26,7 +26,7 @@ def two_nodes() -> Plan:
 
 
 def test_torchrun_reads_its_line(two_nodes: Plan) -> None:
-    words = shlex.split(torchrun_line(two_nodes, "my plans/plan.json", endpoint="head"))
+    words = shlex.split(torchrun_command(two_nodes, "'my plans/plan.json'", endpoint="head"))
     assert words[0] == "torchrun"
     read = parse_args(words[1:])
     assert (read.nnodes, read.nproc_per_node, read.rdzv_backend) == ("2", "8", "c10d")
@@ -37,10 +37,10 @@ def test_torchrun_reads_its_line(two_nodes: Plan) -> None:
 
 def test_one_node_and_one_gpu() -> None:
     node = planned("llama-3.1-8b", "8xH100-80GB", 4096, 64).plan
-    read = parse_args(shlex.split(torchrun_line(node))[1:])
+    read = parse_args(shlex.split(torchrun_command(node, "plan.json"))[1:])
     assert (read.standalone, read.nnodes, read.nproc_per_node) == (True, "1", "8")
     alone = planned("llama-3.2-1b", "H100-80GB", 1024, 64).plan
-    assert torchrun_line(alone) == "tightfit train plan.json"
+    assert torchrun_command(alone, "plan.json") == "tightfit train plan.json"
 
 
 def test_slurm_script(two_nodes: Plan, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def test_a_skypilot_task(two_nodes: Plan, tmp_path: Path) -> None:
     assert (read.nnodes, read.nproc_per_node, read.rdzv_endpoint) == ("2", "8", "$HEAD_NODE:29500")
     assert accelerator_name(find_accelerator("A100-80GB")) == "A100-80GB"
     assert accelerator_name(find_accelerator("A100-40GB")) == "A100"
+
+
+def test_a_skypilot_task_has_a_name_whatever_the_model_is_called(two_nodes: Plan, tmp_path: Path) -> None:
+    """SkyPilot's names begin with a letter and end with a letter or digit; directories end with anything."""
+    for model, name in (("models/tuned/", "tightfit-tuned"), ("My model_", "tightfit-my-model")):
+        text = skypilot_task(replace(two_nodes, model=model), tmp_path / "plan.json")
+        assert yaml.safe_load(text)["name"] == name
 
 
 def test_a_skypilot_task_comes_with_its_plan(two_nodes: Plan, tmp_path: Path) -> None:

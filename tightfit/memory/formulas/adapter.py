@@ -64,5 +64,5 @@ def frozen_unsplit_bytes(shape: "LocalShape") -> int:
     spec, scheme = shape.spec, shape.adapted.base.scheme
     matrices = tuple(outputs * inputs for outputs, inputs in linear_shapes(spec).values())
     width = shape.element_bytes if scheme is None else scheme.bits / 8
-    ends = (1 if spec.tied else 2) * unsplit_bytes((spec.vocab_size * spec.hidden_size,), shape.element_bytes, 1)
+    ends = (1 if spec.tied else 2) * unsplit_bytes((spec.vocabulary_params,), shape.element_bytes, 1)
     return spec.layers * unsplit_bytes(matrices, width, 1) + ends

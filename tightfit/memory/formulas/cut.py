@@ -50,7 +50,7 @@ def layer_operations(spec: ModelSpec, layer: int, length: int) -> float:
 
 def head_operations(spec: ModelSpec) -> float:
     """The output projection, of one token."""
-    return PRODUCT_OPERATIONS * spec.vocab_size * spec.hidden_size
+    return PRODUCT_OPERATIONS * spec.vocabulary_params
 
 
 def embedding_operations(spec: ModelSpec) -> float:

@@ -46,11 +46,6 @@ def layer_bytes(b: int, s: int, h: int, a: int, half: Half | None = None) -> int
     return sum(row.bytes(b, s, h, a) for row in ROWS if half in (None, row.half))
 
 
-def score_bytes(b: int, s: int, a: int) -> int:
-    """5bs²a: what flash attention does not keep."""
-    return sum(row.bssa for row in ROWS) * b * s * s * a
-
-
 def model_bytes(b: int, s: int, h: int, a: int, layers: int) -> int:
     """Activations of all layers."""
     return layers * layer_bytes(b, s, h, a)

@@ -83,9 +83,8 @@ def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
     """Of latent attention: those of queries, kv_a, kv_b, o."""
     hidden, rank = spec.hidden_size, latent.query_rank
     queries = (hidden * rank, rank * spec.query_size) if rank else (hidden * spec.query_size,)
-    expanded = spec.heads * (spec.head_dim - latent.rope_dim + latent.value_dim)
     shared = hidden * (latent.kv_rank + latent.rope_dim)
-    return (*queries, shared, latent.kv_rank * expanded, spec.output_size * hidden)
+    return (*queries, shared, latent.kv_rank * spec.latent_columns, spec.output_size * hidden)
 
 
 def vocabulary_params(shape: LocalShape) -> int:
@@ -94,7 +93,7 @@ def vocabulary_params(shape: LocalShape) -> int:
     if shape.adapted is not None:
         return 0
     if shape.mesh_ranks:
-        return ceil(spec.vocab_size * spec.hidden_size, shape.mesh_ranks)
+        return ceil(spec.vocabulary_params, shape.mesh_ranks)
     return shape.columns(spec.vocab_size) * spec.hidden_size
 
 

@@ -21,6 +21,8 @@ WeightFormat = Literal["fp32", "fp16", "bf16", "q8_0", "q4_1", "q4_0"]
 CacheFormat = Literal["model", "int8", "fp8"]
 """How keys and values are kept: as the model computes them, or a byte each with a float32 scale per vector."""
 SCALE_BYTES = 4
+PREFILL_TOKENS = 2048
+"""Tokens of prompts that a server reads at a time."""
 
 
 class Block(NamedTuple):
@@ -90,8 +92,7 @@ def serving_ledger(
     *,
     form: WeightFormat = "bf16",
     requests: int = 1,
-    length: int = 2048,
-    prefill_tokens: int = 2048,
+    length: int,
     cache: CacheFormat = "model",
     overheads: Overheads = DEFAULT,
     stored_bytes: int | None = None,
@@ -99,12 +100,12 @@ def serving_ledger(
     copied_bytes: int = 0,
     element_bytes: int = 2,
 ) -> Ledger:
-    """A server of `requests` requests of `length` tokens, reading prompts `prefill_tokens` at a time.
+    """A server of `requests` requests of `length` tokens, reading prompts in pieces.
 
     `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use, and
     `copied_bytes` a copy of weights that products read; a number that is computed takes `element_bytes`.
     """
-    prompt = LocalShape(spec, rows=1, length=min(prefill_tokens, length), element_bytes=element_bytes)
+    prompt = LocalShape(spec, rows=1, length=min(PREFILL_TOKENS, length), element_bytes=element_bytes)
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
     if stored_bytes is not None:
         weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes

@@ -41,7 +41,7 @@ def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: L
         return TeacherMemory()
     shape, spec, student = replace(student_shape, spec=teacher.spec), teacher.spec, student_shape.spec
     on_host, element_bytes = teacher.place == "host", shape.element_bytes
-    head_bytes = element_bytes * spec.vocab_size * spec.hidden_size if on_host else 0
+    head_bytes = element_bytes * spec.vocabulary_params if on_host else 0
     arriving_bytes = max(spec.layer_params(i) for i in range(spec.layers)) * element_bytes if on_host else 0
     map_bytes = FLOAT32_BYTES * shape.rows * shape.length**2 if teacher.maps else 0  # averaged over heads
     teaching_maps_bytes = (teacher.maps + 3 * spec.heads) * map_bytes

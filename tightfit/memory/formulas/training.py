@@ -76,11 +76,6 @@ def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: O
     )
 
 
-def peak(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> tuple[int, int]:
-    """Of one card, and of the host for each rank."""
-    return peaks(workload, layout, levers, overheads)[:2]
-
-
 def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
     """Bytes that one rank keeps on the host: states (with weights), and checkpoints."""
     ranks = telling_ranks(workload, layout, levers)

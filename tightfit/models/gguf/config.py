@@ -196,27 +196,27 @@ def _fill_heads(config: dict[str, Any], row: Architecture) -> None:
 
 def _rope(found: dict[str, Any], file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Base, rotated share and scaling of the rotary positions."""
-    made = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    fields = {"rope_theta": config.get("rope_theta", 10_000.0)}
     rotated, head = found.get("rope.dimension_count"), config.get("head_dim")
     if isinstance(rotated, int) and isinstance(head, int) and head > 0 and rotated != head:
-        made["partial_rotary_factor"] = rotated / head
+        fields["partial_rotary_factor"] = rotated / head
     kind = found.get("rope.scaling.type", "none")
     trained = found.get("rope.scaling.original_context_length")
     if "rope_factors_long.weight" in file.tensors:
         lists = {f"{x}_factor": _vector(file, f"rope_factors_{x}.weight").tolist() for x in ("short", "long")}
         factor = found.get("rope.scaling.attn_factor")
-        return made | {
+        return fields | {
             TRAINED: trained,
             "rope_scaling": {"rope_type": "longrope", "attention_factor": factor, **lists},
         }
     if "rope_freqs.weight" in file.tensors:
-        return made | {"rope_scaling": _llama3(_vector(file, "rope_freqs.weight"), made["rope_theta"], file)}
+        return fields | {"rope_scaling": _llama3(_vector(file, "rope_freqs.weight"), fields["rope_theta"], file)}
     if kind in SCALINGS[1:]:
         scaling = {"rope_type": kind, "factor": found.get("rope.scaling.factor")}
-        return made | {"rope_scaling": scaling | ({} if trained is None else {TRAINED: trained})}
+        return fields | {"rope_scaling": scaling | ({} if trained is None else {TRAINED: trained})}
     if kind != "none" and kind != "longrope":
         raise UserError(f"{file.path} scales its rope by {kind!r}; supported are none, linear, yarn and longrope")
-    return made
+    return fields
 
 
 def _vector(file: GgufFile, name: str) -> NDArray[np.float32]:
@@ -261,7 +261,7 @@ def metadata_of(spec: ModelSpec) -> dict[str, Any]:
     known = {"none", "llama3"} if {name for name, _ in rope.factors} - {"factor", TRAINED} else {*SCALINGS, "llama3"}
     if rope.scaling not in known:
         raise UserError(f"this model's {rope.scaling} rope scaling cannot be said in its GGUF form")
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "block_count": spec.layers,
         "context_length": spec.max_positions,
         "embedding_length": spec.hidden_size,
@@ -276,7 +276,7 @@ def metadata_of(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
     }
     if rope.scaling in SCALINGS[1:]:
-        made |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor("factor")}
+        fields |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor("factor")}
         trained = rope.factor(TRAINED)
-        made |= {} if trained is None else {"rope.scaling.original_context_length": int(trained)}
-    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in made.items()}
+        fields |= {} if trained is None else {"rope.scaling.original_context_length": int(trained)}
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in fields.items()}

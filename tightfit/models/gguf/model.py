@@ -131,7 +131,7 @@ def _encoded(tensor: _Outgoing, coder: Coder | None) -> NDArray[Any]:
 
 def _outgoing(model: Decoder, architecture: str, kind: str, coder: Coder | None = None) -> list[_Outgoing]:
     spec, interleaved = model.spec, ARCHITECTURES[architecture].interleaved
-    made = [
+    tensors = [
         _Outgoing(
             tensor_name(name),
             tuple(value.shape),
@@ -144,8 +144,8 @@ def _outgoing(model: Decoder, architecture: str, kind: str, coder: Coder | None 
     ]
     if spec.rope is not None and spec.rope.scaling == "llama3":
         divisors = llama3_divisors(spec.head_dim // 2, spec.rope.theta, dict(spec.rope.factors))
-        made.append(_Outgoing("rope_freqs.weight", divisors.shape, _kind(divisors.shape, "F32"), lambda: divisors))
-    return made
+        tensors.append(_Outgoing("rope_freqs.weight", divisors.shape, _kind(divisors.shape, "F32"), lambda: divisors))
+    return tensors
 
 
 def _kind(shape: Sequence[int], wanted: str) -> Any:

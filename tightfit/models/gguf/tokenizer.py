@@ -249,7 +249,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     if tokenizer.bos_id is None:
         # llama.cpp otherwise takes GPT-2's token 11, whatever that is here.
         named["bos_token_id"] = tokenizer.eos_id
-    made = {
+    fields = {
         "model": "gpt2",
         "pre": _splitter_of(content).names[0],
         "tokens": [names.get(index, f"[PAD{index}]") for index in range(rows)],
@@ -259,7 +259,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         **{key: index for key, index in named.items() if index is not None},
     }
     template = {} if tokenizer.chat_template is None else {"tokenizer.chat_template": tokenizer.chat_template}
-    return {f"tokenizer.ggml.{key}": value for key, value in made.items()} | template
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()} | template
 
 
 def _ids(content: dict[str, Any]) -> dict[str, int]:

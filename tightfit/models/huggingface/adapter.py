@@ -55,8 +55,8 @@ class Adapter:
 
     def to(self, dtype: torch.dtype) -> "Adapter":
         """These adapters in another dtype."""
-        made = {key: tensor.to(dtype) for key, tensor in self._tensors().items()}
-        changes = {name: LowRank(made[id(each.down)], made[id(each.up)]) for name, each in self.changes.items()}
+        tensors = {key: tensor.to(dtype) for key, tensor in self._tensors().items()}
+        changes = {name: LowRank(tensors[id(each.down)], tensors[id(each.up)]) for name, each in self.changes.items()}
         return Adapter(self.source, self.rank, changes)
 
     def _tensors(self) -> dict[int, Tensor]:

@@ -52,12 +52,12 @@ def nearest(values: Tensor, kind: Kind) -> Tensor:
 
 
 def _dynamic_numbers() -> tuple[float, ...]:
-    made = [0.0, 1.0]
+    values = [0.0, 1.0]
     for decade in range(7):
         bounds = torch.linspace(0.1, 1, 2**decade + 1)
         middles = (10.0 ** (decade - 6) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
-        made += middles + [-value for value in middles]
-    return tuple(sorted(made))
+        values += middles + [-value for value in middles]
+    return tuple(sorted(values))
 
 
 DYNAMIC_NUMBERS = _dynamic_numbers()

@@ -169,18 +169,18 @@ def tensors_to_write(
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Some of the model's parameters under Hugging Face's names: `state` plainly in `dtype`, `coded` as `form` does."""
-    made: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
     for link in written_links(spec, [*state, *coded]):
         parts = [coded.get(ours) for ours in link.ours]
         if all(part is None for part in parts):
-            made[link.theirs] = plain_files._assemble(link, state, dtype)
+            written[link.theirs] = plain_files._assemble(link, state, dtype)
             continue
         module = link.theirs.removesuffix(".weight")
         weights = [part[link.expert or 0] if isinstance(part, list) else part for part in parts if part is not None]
         require_stacking([None if part is None else weights[0].scheme for part in parts], module)
         tensors = form.encode(stack_rows(weights, module))
-        made |= {f"{module}.{suffix}": tensor.contiguous().cpu() for suffix, tensor in tensors.items()}
-    return made
+        written |= {f"{module}.{suffix}": tensor.contiguous().cpu() for suffix, tensor in tensors.items()}
+    return written
 
 
 def written_links(spec: ModelSpec, names: Iterable[str]) -> list[TensorMap]:
@@ -197,7 +197,7 @@ def shapes_of(spec: ModelSpec) -> dict[str, Tensor]:
 def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict[str, Scheme], list[str]]:
     """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain; a sentence where parts
     of one module cannot be coded as one."""
-    made: dict[str, Scheme] = {}
+    by_module: dict[str, Scheme] = {}
     plain: list[str] = []
     shapes = shapes_of(spec)
     for link in written_links(spec, shapes):
@@ -206,20 +206,20 @@ def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict
         ours = parts[0]
         if any(part in schemes for part in parts):
             require_stacking([schemes.get(part) for part in parts], module)
-            made[module] = schemes[ours]
+            by_module[module] = schemes[ours]
         elif link.theirs.endswith(".weight") and ours.startswith("layers.") and len(shapes[link.ours[0]].shape) > 1:
             plain.append(module)
-    return made, plain
+    return by_module, plain
 
 
 def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of every matrix of the layers, by Hugging Face's module names."""
-    shapes, made = shapes_of(spec), {}
+    shapes, by_module = shapes_of(spec), {}
     for link in written_links(spec, [name for name in shapes if name.startswith("layers.")]):
         shape = plain_files._shape(link, shapes)
         if len(shape) == 2:
-            made[link.theirs.removesuffix(".weight")] = shape[::-1] if link.transposed else shape
-    return made
+            by_module[link.theirs.removesuffix(".weight")] = shape[::-1] if link.transposed else shape
+    return by_module
 
 
 def _without(name: str, ends: tuple[str, ...]) -> str:

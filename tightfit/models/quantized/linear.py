@@ -143,8 +143,8 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.rows_mix:
             return self._with_outlier_channels(x)
-        made = self._product(x)
-        return made if self.bias is None else made + self.bias
+        y = self._product(x)
+        return y if self.bias is None else y + self.bias
 
     def _product(self, x: Tensor) -> Tensor:
         scheme, scale = self.scheme, self.scale if self._has_row_scales else None

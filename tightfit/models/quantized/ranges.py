@@ -157,8 +157,8 @@ def _least_divergence(blocks: Tensor, low: Tensor, high: Tensor, scheme: Scheme)
     def divergence(ratio: float) -> float:
         grid = _grid(low * ratio, high * ratio, scheme)
         zero = None if grid.zero is None else grid.zero[..., None]
-        made = _spread(rounded(blocks, grid.scale[..., None], zero, scheme), blocks, edge)
-        return float((wanted * (wanted / made).log()).sum())
+        shares = _spread(rounded(blocks, grid.scale[..., None], zero, scheme), blocks, edge)
+        return float((wanted * (wanted / shares).log()).sum())
 
     return min(RATIOS, key=divergence)
 
@@ -168,8 +168,8 @@ def _histogram(values: Tensor, edge: float) -> Tensor:
     return counts / counts.sum()
 
 
-def _spread(made: Tensor, blocks: Tensor, edge: float) -> Tensor:
+def _spread(values: Tensor, blocks: Tensor, edge: float) -> Tensor:
     """The histogram of codes, each spread evenly over the step it stands for, as histograms of 16 bins have no gaps."""
-    step = (made - blocks).abs().mean() * 4
-    noise = (torch.arange(made.numel(), device=made.device).view_as(made) * 0.6180339887 % 1.0) - 0.5
-    return _histogram((made + noise * step).clamp(-edge, edge), edge)
+    step = (values - blocks).abs().mean() * 4
+    noise = (torch.arange(values.numel(), device=values.device).view_as(values) * 0.6180339887 % 1.0) - 0.5
+    return _histogram((values + noise * step).clamp(-edge, edge), edge)

@@ -10,18 +10,16 @@ The Trainer refuses a configuration that says otherwise than its own arguments, 
 `trainer_arguments` are those that agree: `TrainingArguments(output, deepspeed="deepspeed.json", **json.load(file))`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from tightfit.errors import UserError
+from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.plan.batch import batch_of
 from tightfit.plan.export.host_states import HostStates, host_states
 from tightfit.plan.plan import Plan
-
-CLIP_NORM = 1.0
 
 
 def data_only(plan: Plan, program: str) -> None:
@@ -36,17 +34,18 @@ def data_only(plan: Plan, program: str) -> None:
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
     """The configuration as plain data."""
     data_only(plan, "a DeepSpeed file")
-    return settings(plan.workload, plan.layout, plan.levers, plan.job.get("optimizer", {}))
+    optimizer = Optimizer.model_validate(plan.job.get("optimizer", {}))
+    return settings(plan.workload, plan.layout, plan.levers, optimizer)
 
 
-def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a layout of data ranks; `optimizer` has the fields of a job's section, or some of them."""
+def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Optimizer) -> dict[str, Any]:
+    """The configuration of a layout of data ranks."""
     batch = batch_of(workload, layout)
     return {
         "train_batch_size": batch.rows,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
-        "gradient_clipping": optimizer.get("clip_norm", CLIP_NORM),
+        "gradient_clipping": optimizer.clip_norm,
         **_precision(workload),
         "optimizer": {"type": "AdamW", "params": _adamw(optimizer)},
         "zero_optimization": _zero(layout, host_states(levers)),
@@ -74,10 +73,9 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _adamw(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-    chosen = {name: optimizer.get(name, value) for name, value in defaults.items()}
-    return {**chosen, "betas": list(chosen["betas"]), "torch_adam": True, "fused": True}
+def _adamw(optimizer: Optimizer) -> dict[str, Any]:
+    chosen = optimizer.model_dump(mode="json", include={"lr", "betas", "eps", "weight_decay"})
+    return {**chosen, "torch_adam": True, "fused": True}
 
 
 def _precision(workload: Workload) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tightfit.jobs.engine import ENGINES, EngineName
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peak
+from tightfit.memory.formulas.training import peaks
 from tightfit.plan.cost import Costs
 from tightfit.plan.plan import Plan
 
@@ -41,7 +41,7 @@ def engine_estimate(plan: Plan, engine_name: EngineName) -> EngineEstimate:
         levers = levers.model_copy(update={"checkpoint_every": 1})
     return EngineEstimate(
         engine_name=engine_name,
-        gpu_bytes=peak(workload, plan.layout, levers, INSTALLED)[0],
+        gpu_bytes=peaks(workload, plan.layout, levers, INSTALLED).gpu_bytes,
         room_bytes=plan.machine.accelerator.memory_bytes,
         step_s=Costs(workload, plan.machine).step(plan.layout, levers).step_s,
     )

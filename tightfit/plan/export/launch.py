@@ -13,6 +13,7 @@ from tightfit.plan.plan import Plan
 from tightfit.printable import printable
 
 PORT = 29500
+INSTALL = "pip install 'tightfit[train]'"
 ASKED = {
     "DATA": ("data.train", "the files to train on"),
     "OUTPUT": ("output", "the directory of the run"),
@@ -20,11 +21,6 @@ ASKED = {
     "TOKENIZER": ("tokenizer.source", "a directory with a tokenizer, or `train` to make one from the data"),
 }
 """Environment variables of a script, the fields of a job that they fill, and what they are."""
-
-
-def torchrun_line(plan: Plan, plan_file: str = "plan.json", endpoint: str = "$HEAD_NODE") -> str:
-    """The line to run on every node; across nodes, HEAD_NODE is the name of the first."""
-    return torchrun_command(plan, shlex.quote(plan_file), endpoint)
 
 
 def torchrun_script(plan: Plan, plan_file: Path) -> str:
@@ -43,11 +39,10 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
     """A batch script: one task per node, torchrun inside it."""
     machine = plan.machine
     memory = f"{int(machine.host_bytes / 2**30 * 0.95)}G" if machine.host_bytes else "0"
-    name = plan.model.rstrip("/").rsplit("/", 1)[-1]
     header, *comments_and_settings = _header(plan)
     lines = [
         header,
-        f"#SBATCH --job-name={shlex.quote(f'tightfit-{name}')}",
+        f"#SBATCH --job-name={shlex.quote(f'tightfit-{short_name(plan)}')}",
         f"#SBATCH --nodes={machine.nodes}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={machine.per_node}",
@@ -65,22 +60,34 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
 
 
 def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
-    """torchrun, or tightfit alone where there is one rank."""
+    """What starts the ranks of a node, meeting the others at `endpoint`; tightfit alone where there is one rank."""
     machine = plan.machine
     if machine.ranks == 1:
         return f"tightfit train {arguments}"
-    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if machine.nodes > 1 else "--standalone"
-    return (
-        f"torchrun --nnodes={machine.nodes} --nproc-per-node={machine.per_node} {meeting} -m tightfit train {arguments}"
-    )
+    return f"{torchrun(machine.nodes, machine.per_node, endpoint)} {arguments}"
+
+
+def torchrun(nodes: int, per_node: int, endpoint: str) -> str:
+    """`tightfit train` on `per_node` ranks of each of `nodes`; several meet at `endpoint`."""
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if nodes > 1 else "--standalone"
+    return f"torchrun --nnodes={nodes} --nproc-per-node={per_node} {meeting} -m tightfit train"
+
+
+def short_name(plan: Plan) -> str:
+    """The last part of the model's name or path."""
+    return plan.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def comment(plan: Plan) -> str:
+    """What every export begins with."""
+    return f"# {printable(plan.model)} on {printable(plan.machine.text)}, as tightfit planned it."
 
 
 def _header(plan: Plan) -> list[str]:
     given = "".join(f" {name}=…" for name in open_names(plan))
-    what = f"{printable(plan.model)} on {printable(plan.machine.text)}"
     return [
         "#!/usr/bin/env bash",
-        f"# {what}, as tightfit planned it.{' Set' * bool(given)}{given}",
+        f"{comment(plan)}{' Set' * bool(given)}{given}",
         "# Words after the script's name go to `tightfit train`: -o optimizer.lr=1e-4, --resume, …",
         "set -euo pipefail",
     ]

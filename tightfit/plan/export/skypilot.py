@@ -10,9 +10,17 @@ from typing import Any
 import yaml
 
 from tightfit.hardware.accelerator import Accelerator
-from tightfit.plan.export.launch import asked_lines, open_names, overrides, torchrun_command
+from tightfit.plan.export.kubernetes import object_name
+from tightfit.plan.export.launch import (
+    INSTALL,
+    asked_lines,
+    comment,
+    open_names,
+    overrides,
+    short_name,
+    torchrun_command,
+)
 from tightfit.plan.plan import Plan
-from tightfit.printable import printable
 
 SIZED = {("A100", 80), ("V100", 32)}
 """Cards that SkyPilot names with their memory, as the name alone means a smaller one."""
@@ -24,11 +32,11 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
     """The task as YAML."""
     machine = plan.machine
     task: dict[str, Any] = {
-        "name": "tightfit-" + "".join(c if c.isalnum() else "-" for c in plan.model.rsplit("/", 1)[-1].lower()),
+        "name": object_name(f"tightfit-{short_name(plan)}"),
         "num_nodes": machine.nodes,
         "resources": {"accelerators": f"{accelerator_name(machine.accelerator)}:{machine.per_node}"},
         "file_mounts": {PLAN_PLACE: str(plan_file.absolute())},
-        "setup": "pip install 'tightfit[train]'\n",
+        "setup": f"{INSTALL}\n",
     }
     if names := open_names(plan):
         task["envs"] = dict.fromkeys(names, "")
@@ -37,8 +45,7 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
         lines.append('HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)')
     lines.append(torchrun_command(plan, f"{PLAN_PLACE}{overrides(plan)}"))
     task["run"] = "\n".join(lines) + "\n"
-    head = f"# {printable(plan.model)} on {printable(machine.text)}, as tightfit planned it.\n"
-    return head + yaml.dump(task, Dumper=_WithScripts, sort_keys=False)
+    return f"{comment(plan)}\n" + yaml.dump(task, Dumper=_WithScripts, sort_keys=False)
 
 
 class _WithScripts(yaml.SafeDumper):

@@ -13,12 +13,19 @@ import json
 import shlex
 
 from tightfit.plan.export.kubernetes import RESOURCES, Json, cluster_object, labels_of, manifest_text, object_name
-from tightfit.plan.export.launch import PORT, asked_lines, open_names, overrides, torchrun_command
+from tightfit.plan.export.launch import (
+    INSTALL,
+    PORT,
+    asked_lines,
+    comment,
+    open_names,
+    overrides,
+    short_name,
+    torchrun_command,
+)
 from tightfit.plan.plan import Plan
-from tightfit.printable import printable
 
 IMAGE = "pytorch/pytorch"
-INSTALL = "pip install 'tightfit[train]'"
 PLAN_PLACE, DATA_PLACE, CLAIM = "/etc/tightfit", "/data", "data"
 
 
@@ -51,13 +58,13 @@ def pytorch_job(plan: Plan) -> str:
 
 
 def _name(plan: Plan) -> str:
-    return object_name(f"tightfit-{plan.model.rstrip('/').rsplit('/', 1)[-1]}")
+    return object_name(f"tightfit-{short_name(plan)}")
 
 
 def _text(plan: Plan, *objects: Json) -> str:
     """The plan as a ConfigMap, and `objects` that run it, after a comment."""
     variables = "".join(f" {name}" for name in open_names(plan))
-    head = f"# {printable(plan.model)} on {printable(plan.machine.text)}, as tightfit planned it.\n"
+    head = f"{comment(plan)}\n"
     head += f"# Give values to{variables} under env; paths are below {DATA_PLACE}.\n" if variables else ""
     metadata = {"name": f"{_name(plan)}-plan", "labels": labels_of(_name(plan))}
     data = {"plan.json": json.dumps(plan.to_json(), indent=1)}

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tightfit.errors import UserError
-from tightfit.plan.deployment import PREFILL_TOKENS, SHARE, Deployment
+from tightfit.memory.formulas.serving import PREFILL_TOKENS
+from tightfit.plan.deployment import SHARE, Deployment
 
 MARK = "Written by tightfit from its plan"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)

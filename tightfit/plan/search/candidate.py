@@ -102,7 +102,7 @@ class Pricing:
             self._remember(layout, levers, needed)
         return self._candidates[key].fits(self.space.machine, share)
 
-    def may_fit(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
+    def may_fit(self, layout: Layout, levers: Levers, share: float) -> bool:
         """Whether the card and the host hold what does not depend on activations."""
         host_bytes = self.space.machine.host_bytes
         if not self.card_may_hold(layout, levers, share):
@@ -113,7 +113,7 @@ class Pricing:
         """Whether the card holds what does not depend on activations."""
         return self.least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
 
-    def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float = 1.0) -> int:
+    def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float) -> int:
         """A lower bound of a candidate's shortage."""
         gpu_bytes, host_bytes = self.least_peaks(layout, levers).gpu_bytes, self.least_host_bytes(layout, levers)
         return _shortage_bytes(self.space.machine, layout, gpu_bytes, host_bytes, share)

@@ -316,8 +316,8 @@ class SearchSpace:
     def _said(self, culprit: str) -> str:
         """A pin, and what it is beside, with the fix."""
         section, _, name = culprit.partition(".")
-        rest = self.pins.without(section, name)
-        beside = f" beside {rest}" if rest else ""
+        others = self.pins.without(section, name)
+        beside = f" beside {others}" if others else ""
         return f"{culprit}={getattr(self.pins, section)[name]}{beside}; drop it"
 
     def _has_layout(self) -> bool:

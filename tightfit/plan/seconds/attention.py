@@ -4,21 +4,13 @@ Causal attention takes 4 × pairs × query width operations forward, and 2.5 tim
 computes the scores again.
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.rates import AttentionRates, Rates
 
 BACKWARD_WORK = 2.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """Seconds in one layer, for one micro-batch on one rank."""
-
-    forward_s: float
-    backward_s: float
 
 
 @cache
@@ -29,8 +21,8 @@ def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
     return windowed_share * windowed + (1 - windowed_share) * full
 
 
-def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> Attention:
-    """Attention of `tokens` queries to their rows of `sequence_length`; tensor ranks split heads."""
+def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> PassSeconds:
+    """Of one layer and `tokens` queries to their rows of `sequence_length`; tensor ranks split heads."""
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
@@ -41,7 +33,7 @@ def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_le
         backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * kernel.backward_token_keys / 2)
         forward_s += share * forward_flops / kernel.forward_flop_s
         backward_s += share * backward_flops / kernel.backward_flop_s
-    return Attention(forward_s=forward_s, backward_s=backward_s)
+    return PassSeconds(forward_s, backward_s)
 
 
 def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[float, float, AttentionRates]]:
@@ -60,12 +52,12 @@ def _windowed_pairs(spec: ModelSpec, sequence_length: int) -> float:
     return window * sequence_length - window**2 / 2
 
 
-def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> Attention:
+def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> PassSeconds:
     """All scores of all pairs, seen or not, computed by plain products and gone over in memory."""
     flops = 4 * scores * spec.head_dim
     forward_passes, backward_passes = rates.score_passes
     score_bytes = 2 * scores
-    return Attention(
+    return PassSeconds(
         forward_s=flops / rates.product_flop_s + forward_passes * score_bytes / rates.bytes_s,
         backward_s=2 * flops / rates.product_flop_s + backward_passes * score_bytes / rates.bytes_s,
     )

@@ -14,7 +14,7 @@ With a scale per row the weights' gradients stay products in bf16. One more pass
 from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.engine import OURS, Engine
+from tightfit.jobs.engine import Engine
 from tightfit.jobs.levers import Levers
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.layer import LayerTime
@@ -36,7 +36,7 @@ def fp8_more_s(
     levers: Levers,
     layer: LayerTime,
     tensor: int,
-    engine: Engine = OURS,
+    engine: Engine,
 ) -> PassSeconds:
     """What it changes of one layer's forward and backward, on a card that has such products; mostly below zero."""
     peaks = machine.accelerator.rates

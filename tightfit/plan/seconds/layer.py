@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.adapter import frozen_products
-from tightfit.plan.seconds.attention import Attention, layer_attention
+from tightfit.plan.seconds.attention import layer_attention
 from tightfit.plan.seconds.elementwise import Elementwise, layer_elementwise
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import Products, head_filled_share, head_forward_s, layer_products
 from tightfit.plan.seconds.rates import Rates
 
@@ -23,7 +24,7 @@ class LayerTime:
 
     tokens: float
     products: Products
-    attention: Attention
+    attention: PassSeconds
     elementwise: Elementwise
     head_forward_s: float
     head_filled_share: float = 1.0

@@ -61,7 +61,7 @@ class RankParams:
 def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
     """Counts of a rank with `layers` layers; of a pipeline's ranks one has the embedding and another the head."""
     model = model_params(spec)
-    either_end = max(spec.embedding_params, spec.vocab_size * spec.hidden_size)
+    either_end = max(spec.embedding_params, spec.vocabulary_params)
     ends = either_end if layout.pipeline > 1 else model.ends
     dense = (model.layer * layers + ends) / layout.weight_ranks
     experts = model.layer_experts * layers / layout.weight_ranks / layout.expert

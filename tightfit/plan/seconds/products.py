@@ -71,7 +71,7 @@ def layer_linears(spec: ModelSpec) -> Linears:
         queries=Linear(hidden, query_columns),
         keys_values=Linear(hidden, key_columns, count=2),
         output=Linear(spec.output_size, hidden),
-        up=Linear(hidden, columns, count=2 if spec.gated else 1),
+        up=Linear(hidden, columns, count=spec.up_projections),
         down=Linear(columns, hidden),
     )
 
@@ -80,8 +80,7 @@ def _latent_columns(spec: ModelSpec, latent: Latent) -> tuple[int, int]:
     """Columns that queries, and keys or values, would have if they were made of the hidden state at once."""
     hidden, rank = spec.hidden_size, latent.query_rank
     queries = spec.query_size if not rank else rank + rank * spec.query_size // hidden
-    expanded = spec.heads * (spec.head_dim - latent.rope_dim + latent.value_dim)
-    keys_values = latent.kv_rank + latent.rope_dim + latent.kv_rank * expanded // hidden
+    keys_values = latent.kv_rank + latent.rope_dim + latent.kv_rank * spec.latent_columns // hidden
     return queries, keys_values // 2
 
 
@@ -161,6 +160,6 @@ def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_byt
 
 def head_forward_s(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> float:
     """The output projection, forward."""
-    weights = spec.vocab_size * spec.hidden_size / tensor
+    weights = spec.vocabulary_params / tensor
     rate_flop_s = rates.head_flop_s * rates.unaligned_share
     return max(2 * weights * tokens / rate_flop_s, weights * weight_bytes / rates.bytes_s)

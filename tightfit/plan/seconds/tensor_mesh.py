@@ -77,14 +77,14 @@ class MeshMessages:
     def layer(self, *, backward: bool) -> list[Message]:
         """Messages of one layer."""
         spec = self.spec
-        inner = (spec.mlp_size,) * (2 if spec.gated else 1)
+        inner = (spec.mlp_size,) * spec.up_projections
         keys = (spec.kv_size,) * 2
         return [
             *self._product(spec.hidden_size, (spec.query_size, *keys), leaving=False, backward=backward),
             *self._product(spec.query_size, (spec.hidden_size,), leaving=True, backward=backward),
             *self._product(spec.hidden_size, inner, leaving=False, backward=backward),
             *self._product(spec.mlp_size, (spec.hidden_size,), leaving=True, backward=backward),
-            *[self._statistics("column", backward=backward)] * (4 if spec.sandwich_norms else 2),
+            *[self._statistics("column", backward=backward)] * spec.norms_per_layer,
             *self._heads(backward=backward),
         ]
 
@@ -159,9 +159,8 @@ def mesh_traffic(
     def seconds(found: list[Message]) -> float:
         return sum(message_s(axes[m.axis], m, FLOAT32_BYTES if m.wide else number_bytes) for m in found)
 
-    norms = 4 if spec.sandwich_norms else 2
     block_bytes = FLOAT32_BYTES * messages.tokens * spec.hidden_size / layout.tensor
-    norm_s = [passes * norms * block_bytes / bytes_s for passes in NORM_PASSES]
+    norm_s = [passes * spec.norms_per_layer * block_bytes / bytes_s for passes in NORM_PASSES]
     forward_s, backward_s = (
         layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + seconds(messages.ends(backward=back))
         for back in (False, True)

@@ -42,11 +42,11 @@ class LatentCache(PagedCache):
         vectors = self._store(layer, 0, step, vectors[:, None])[:, 0]
         if step.row_by_row:
             return self._latent_rows(step, query[0], layer, expansion, scale)
-        made = []
+        parts = []
         if step.singles:
-            made.append(self._latent_singles(step, query[0, :, : step.singles], layer, expansion, scale))
-        made += [self._latent_pieces(step, group, query, vectors, layer, expansion, scale) for group in step.groups]
-        return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+            parts.append(self._latent_singles(step, query[0, :, : step.singles], layer, expansion, scale))
+        parts += [self._latent_pieces(step, group, query, vectors, layer, expansion, scale) for group in step.groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _latent_singles(self, step: Step, query: Tensor, layer: int, expansion: Expansion, scale: float) -> Tensor:
         """Of one query each, [heads, singles, D], over the vectors themselves."""
@@ -55,14 +55,14 @@ class LatentCache(PagedCache):
 
     def _latent_rows(self, step: Step, query: Tensor, layer: int, expansion: Expansion, scale: float) -> Tensor:
         """Of queries [heads, N, D] each by itself, as PagedCache.attend_rows does it."""
-        made: list[Tensor] = []
+        rows: list[Tensor] = []
         for table, lengths in step.runs:
             found = self._gathered(layer, 0, table, max(lengths))[:, :, 0]
             for length in lengths:
-                own = query[:, len(made), None].contiguous()
-                made.append(_absorbed(own, found[:, :length], expansion, None, scale))
-        made += [torch.zeros_like(made[0])] * (query.shape[1] - step.singles)
-        return torch.cat(made, dim=2)
+                own = query[:, len(rows), None].contiguous()
+                rows.append(_absorbed(own, found[:, :length], expansion, None, scale))
+        rows += [torch.zeros_like(rows[0])] * (query.shape[1] - step.singles)
+        return torch.cat(rows, dim=2)
 
     def _latent_pieces(
         self, step: Step, group: range, query: Tensor, vectors: Tensor, layer: int, expansion: Expansion, scale: float
@@ -74,8 +74,8 @@ class LatentCache(PagedCache):
             own = self._gathered(layer, 0, step.piece_tables[group.start], piece.end)[:, :, 0]
         key, value = expansion.expanded(own)
         queries = query[0, :, rows].unflatten(1, (count, -1)).transpose(0, 1)
-        made = attention(queries, key, value, step.masks[group.start], scale=scale, impl=self.attention)
-        return made[..., : expansion.values.shape[1]].transpose(0, 1).flatten(1, 2)[None]
+        attended = attention(queries, key, value, step.masks[group.start], scale=scale, impl=self.attention)
+        return attended[..., : expansion.values.shape[1]].transpose(0, 1).flatten(1, 2)[None]
 
 
 def _absorbed(query: Tensor, vectors: Tensor, expansion: Expansion, mask: Tensor | None, scale: float) -> Tensor:

@@ -89,13 +89,13 @@ class PagedCache:
         if use_triton(self.impl, query) and query.shape[3] <= LARGEST_HEAD and not self.is_quantized:
             rows = query[0].transpose(0, 1)
             return self.attend_stored(step, layer, rows, **settings).transpose(0, 1)[None]
-        made = []
+        parts = []
         if step.singles:
             rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
-            made.append(self._singles(step, layer, rows, **settings).transpose(0, 1)[None])
+            parts.append(self._singles(step, layer, rows, **settings).transpose(0, 1)[None])
         for group in step.groups:
-            made.append(self._pieces(step, group, layer, query, key, value, **settings))
-        return made[0] if len(made) == 1 else torch.cat(made, dim=2)
+            parts.append(self._pieces(step, group, layer, query, key, value, **settings))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def attend_singles(
         self, step: Step, layer: int, query: Tensor, key_value: Tensor, **settings: Unpack[AttentionSettings]
@@ -144,15 +144,15 @@ class PagedCache:
         if self.has_row_kernel:
             return self._paged_attention(step, layer, query, splits=ROW_SPLITS, block_k=keys_at_a_time(), **settings)
         window = settings["window"]
-        made: list[Tensor] = []
+        rows: list[Tensor] = []
         for table, lengths in step.runs:
             every = [self._gathered(layer, part, table, max(lengths)) for part in (0, 1)]  # apart: aligned alike
             for length in lengths:
                 first = 0 if window is None else max(0, length - window)
                 key, value = (part[:, first:length].transpose(1, 2) for part in every)
-                made.append(_single_attention(query[len(made), None], key, value, None, **settings)[0])
-        made += [torch.zeros_like(query[0])] * (len(query) - step.singles)
-        return torch.stack(made)
+                rows.append(_single_attention(query[len(rows), None], key, value, None, **settings)[0])
+        rows += [torch.zeros_like(query[0])] * (len(query) - step.singles)
+        return torch.stack(rows)
 
     @property
     def has_row_kernel(self) -> bool:
@@ -182,8 +182,8 @@ class PagedCache:
         count, rows = len(group), step.rows_of(group)
         own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
-        made = attend_masked(q, k, v, step.masks[group.start], impl=self.attention, **settings)
-        return made.transpose(1, 2).flatten(0, 1)
+        attended = attend_masked(q, k, v, step.masks[group.start], impl=self.attention, **settings)
+        return attended.transpose(1, 2).flatten(0, 1)
 
     def _singles(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
@@ -217,8 +217,10 @@ class PagedCache:
             table = step.piece_tables[group.start]
             both = (self._gathered(layer, part, table, piece.end) for part in (0, 1))
             own_key, own_value = (part.transpose(1, 2) for part in both)
-        made = attend_masked(own_query, own_key, own_value, step.masks[group.start], impl=self.attention, **settings)
-        return made.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+        attended = attend_masked(
+            own_query, own_key, own_value, step.masks[group.start], impl=self.attention, **settings
+        )
+        return attended.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     @property
     def _kernels_read_codes(self) -> bool:

@@ -9,11 +9,11 @@ from tightfit.models.spec import Rope
 
 def turns(ropes: dict[Rope, tuple[Tensor, Tensor]]) -> dict[Rope, tuple[Tensor, Tensor]]:
     """cos and sin [1, 1, N, d/2] of ropes as `turn_rows` takes them, [N, 1, 2, d/2]."""
-    made = {}
+    turned = {}
     for rope, (cos, sin) in ropes.items():
         cos, sin = cos[0, 0, :, None], sin[0, 0, :, None]
-        made[rope] = torch.stack((cos, cos), dim=2), torch.stack((-sin, sin), dim=2)
-    return made
+        turned[rope] = torch.stack((cos, cos), dim=2), torch.stack((-sin, sin), dim=2)
+    return turned
 
 
 def turn_rows(x: Tensor, cos: Tensor, sin: Tensor) -> None:

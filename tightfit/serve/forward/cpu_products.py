@@ -5,7 +5,6 @@ half as fast as OpenBLAS, which torch has as well and takes when oneDNN is off. 
 turned for the length of a step only.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tightfit.hardware.timing import seconds_each
 
 ROWS = 16
 ROUNDS = 7
@@ -42,11 +43,5 @@ def fastest_products(weight: Tensor) -> Callable[[], Any]:
 
 
 def _best_seconds(x: Tensor, weight: Tensor, context: Callable[[], Any]) -> float:
-    found = []
     with context():
-        F.linear(x, weight)
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            F.linear(x, weight)
-            found.append(time.perf_counter() - began)
-    return min(found)
+        return min(seconds_each(lambda: F.linear(x, weight), ROUNDS))

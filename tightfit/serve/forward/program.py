@@ -86,10 +86,10 @@ class Program:
                 if not len(x):  # the beginning of a prompt: its keys and values are stored
                     return x
             normed, x = layer.mlp_norm.of_sum(layer.o.product(attended), x)
-            made = layer.down.product(layer.gate_up.gated_product(normed, self.spec.activation))
+            mlp_output = layer.down.product(layer.gate_up.gated_product(normed, self.spec.activation))
             if not is_last:
-                normed, x = self.layers[layer.index + 1].attention_norm.of_sum(made, x)
-        return x + made
+                normed, x = self.layers[layer.index + 1].attention_norm.of_sum(mlp_output, x)
+        return x + mlp_output
 
     def _attention(self, normed: Tensor, layer: JointLayer, step: Step, ropes: dict) -> Tensor:
         """Attention of all tokens, [N, heads · D]."""

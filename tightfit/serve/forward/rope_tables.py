@@ -51,8 +51,8 @@ class RopeTables:
             own = step.positions[:, start : start + count]
             # The tables of a sequence of `length`: its last position is added to say so, and dropped again.
             with_last = torch.cat([own, own.new_full((1, 1), length - 1)], dim=1)
-            made = tables(rope, self.spec.rope_dim, self.spec.max_positions, with_last, self.dtype)
-            parts.append([part[:, :, :-1] for part in made])
+            cos_sin = tables(rope, self.spec.rope_dim, self.spec.max_positions, with_last, self.dtype)
+            parts.append([part[:, :, :-1] for part in cos_sin])
             start += count
         cos, sin = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
         return cos, sin

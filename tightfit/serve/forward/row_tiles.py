@@ -54,12 +54,12 @@ def cut_rows(count: int, sizes: Sequence[int]) -> Iterator[Span]:
 
 def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int], probes: int = PROBES) -> tuple[int, ...]:
     """Those of `sizes` at which run(size, probe) [size, W] of equal rows gives equal rows, as the first such does."""
-    made = {size: [run(size, probe) for probe in range(probes)] for size in sizes}
-    steady = [size for size in sizes if all(_are_equal(rows) for rows in made[size])]
+    results = {size: [run(size, probe) for probe in range(probes)] for size in sizes}
+    steady = [size for size in sizes if all(_are_equal(rows) for rows in results[size])]
     if not steady:
         return ONE
-    measure = [rows[0] for rows in made[steady[0]]]
-    same = [s for s in steady if all(torch.equal(rows[0], row) for rows, row in zip(made[s], measure, strict=True))]
+    measure = [rows[0] for rows in results[steady[0]]]
+    same = [s for s in steady if all(torch.equal(rows[0], row) for rows, row in zip(results[s], measure, strict=True))]
     return tuple(sorted(same))
 
 
@@ -118,7 +118,7 @@ class RowTiles:
         count = step.tokens.shape[1]
         tables, lengths = tables_of_rows(step), (step.positions[0] + 1).int()
         ropes = [length for tokens, length in step.rope_lengths for _ in range(tokens)]
-        made = []
+        parts = []
         for first, rows, size in cut_rows(count, self.sizes):
             own = slice(first, first + rows)
             part = self._pass(
@@ -130,17 +130,17 @@ class RowTiles:
                 ropes[own] + [1] * (size - rows) if ropes else [],
                 rows,
             )
-            made.append(self.passes.states(part)[:rows])
-        states = torch.cat(made)
+            parts.append(self.passes.states(part)[:rows])
+        states = torch.cat(parts)
         return states if step.rows.numel() == count else states[step.rows]
 
     def project(self, states: Tensor) -> Tensor:
         """Logits [R, V] of states [R, H]."""
         spans = cut_rows(len(states), self.head_sizes)
-        made = [
+        parts = [
             self.passes.project(_padded(states[first : first + rows], size, 0))[:rows] for first, rows, size in spans
         ]
-        return torch.cat(made) if made else self.passes.project(states)
+        return torch.cat(parts) if parts else self.passes.project(states)
 
     def _pass(
         self,
@@ -198,6 +198,6 @@ def _widened(tables: Tensor, columns: int) -> Tensor:
 
 def _padded(rows: Tensor, size: int, value: int) -> Tensor:
     """`rows` in memory of their own, with more of `value` up to `size`: where they begin is the same for all."""
-    made = rows.new_full((size, *rows.shape[1:]), value)
-    made[: len(rows)] = rows
-    return made
+    padded = rows.new_full((size, *rows.shape[1:]), value)
+    padded[: len(rows)] = rows
+    return padded

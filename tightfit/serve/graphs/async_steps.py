@@ -38,7 +38,7 @@ class Flight:
 class AsyncSteps:
     """Launches steps of one runner."""
 
-    def __init__(self, runner: Runner, *, capture: bool, compiler: Compiler | None = None) -> None:
+    def __init__(self, runner: Runner, *, capture: bool, compiler: Compiler | None) -> None:
         self.runner, self.device = runner, runner.device
         self.last_tokens = torch.zeros(runner.sequences + 1, dtype=torch.int64, device=runner.device)
         self.graphs = Graphs(runner, self.last_tokens)

@@ -42,14 +42,14 @@ class Captured:
 
     run: Callable[[], Tensor]
     graph: "torch.cuda.CUDAGraph | None"
-    made: Tensor | None = None
+    output: Tensor | None = None
 
     def __call__(self) -> Tensor:
         if self.graph is None:
             return self.run()
         self.graph.replay()
-        assert self.made is not None
-        return self.made
+        assert self.output is not None
+        return self.output
 
 
 class Staged:
@@ -94,13 +94,13 @@ class Graphs:
         self._states: dict[int, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
-    def capture_all(self, compiler: Compiler | None = None) -> None:
+    def capture_all(self, compiler: Compiler | None) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
         if HAS_TRITON and self.device.type == "cuda" and self.runner.tiles is None:  # tiles were tried before
             compile_kernels(self.trials(), self.device, compiler)
         for size in sorted(self.sizes, reverse=True):
             self._decoding[size] = decoding = self._captured(partial(self._decode, size))
-            self._states[size] = decoding.made if decoding.made is not None else decoding()
+            self._states[size] = decoding.output if decoding.output is not None else decoding()
             self._choosing[size] = self._captured(partial(self._choose, size))
         for size in sorted(self._prompt_sizes, reverse=True):
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
@@ -238,5 +238,5 @@ class Graphs:
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            made = run()
-        return Captured(run, graph, made)
+            output = run()
+        return Captured(run, graph, output)

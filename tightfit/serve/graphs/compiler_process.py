@@ -88,9 +88,9 @@ def compile_variant(target: Target, variant: Variant) -> None:
     from triton.runtime.driver import driver
 
     driver.set_active(AbsentGpu(target))
-    made = find_kernel(variant).preload(variant.specialization)
+    compiled = find_kernel(variant).preload(variant.specialization)
     if target.backend == "cuda":
-        build_launcher(made)
+        build_launcher(compiled)
 
 
 def find_kernel(variant: Variant) -> Any:
@@ -98,12 +98,12 @@ def find_kernel(variant: Variant) -> Any:
     return reduce(getattr, variant.name.split("."), importlib.import_module(variant.module))
 
 
-def build_launcher(made: Any) -> None:
+def build_launcher(compiled: Any) -> None:
     """The C function that launches a kernel, which Triton before 3.7 compiles for every signature."""
     from triton.backends.nvidia import driver as nvidia
 
     if hasattr(nvidia, "make_launcher"):
-        nvidia.CudaLauncher(made.src, made.metadata)
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def build_driver_module() -> None:

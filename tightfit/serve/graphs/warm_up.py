@@ -57,7 +57,7 @@ def compile_kernels(runs: Iterable[Callable[[], object]], device: torch.device, 
     torch.cuda.synchronize(device)
 
 
-def missing_variants(run: Callable[[], object], known: Iterable[Variant] = ()) -> list[Variant]:
+def missing_variants(run: Callable[[], object], known: Iterable[Variant]) -> list[Variant]:
     """What `run` would have to compile and is not among `known`; what is in the cache on disk is loaded."""
     with recorded() as variants:
         run()

@@ -177,10 +177,10 @@ async def _answered(served: Served, asking: Asking, request: Request) -> Respons
     for each in asking.requests:
         await service.check(each)
     if asking.body.stream:
-        made = streamed(service, asking, served.limits.request_seconds)
+        events = streamed(service, asking, served.limits.request_seconds)
         # What goes wrong before the first token has a status yet.
-        first = await until_gone(request.receive, _first(made))
-        return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, made)
+        first = await until_gone(request.receive, _first(events))
+        return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, events)
     answers = await until_gone(request.receive, _gathered(service, asking.requests, served.limits.request_seconds))
     if answers is None:
         return Response(status_code=CLIENT_GONE)
@@ -197,8 +197,8 @@ async def _gathered(service: Service, requests: list[EngineRequest], seconds: fl
     return [answer for task in tasks for answer in task.result()]
 
 
-async def _first(made: AsyncIterator[str]) -> str:
-    return await anext(made)
+async def _first(events: AsyncIterator[str]) -> str:
+    return await anext(events)
 
 
 async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:

@@ -93,13 +93,13 @@ class Balancer:
 def _summed_metrics(texts: list[str]) -> str:
     """Expositions of the same metrics, with their values added."""
     lines = [text.splitlines() for text in texts]
-    made = []
+    summed = []
     for same in zip(*lines, strict=True):
         if same[0].startswith("#"):
-            made.append(same[0])
+            summed.append(same[0])
         else:
-            made.append(f"{same[0].split()[0]} {sum(float(line.split()[1]) for line in same):g}")
-    return "\n".join(made) + "\n"
+            summed.append(f"{same[0].split()[0]} {sum(float(line.split()[1]) for line in same):g}")
+    return "\n".join(summed) + "\n"
 
 
 async def _asked(port: int, scope: MutableMapping[str, Any], body: bytes) -> Any:

@@ -16,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 import uvicorn
 
@@ -24,21 +23,13 @@ from tightfit.errors import UserError
 from tightfit.launch.endings import exit_name
 from tightfit.serve.http.balancer import Balancer
 from tightfit.serve.http.guards import Guards
-from tightfit.serve.http.server import ServerOptions
+from tightfit.serve.http.server import PatientServer, ServerOptions
 
 OWN = ("--replicas", "--host", "--port")
 """Options that are not passed on to a copy."""
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.2
 START_S = 1800.0
-
-
-class PatientServer(uvicorn.Server):
-    """A signal only ends the listening: the copies are still to be ended, so it is not raised again afterwards."""
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
 
 
 def serve_replicas(arguments: Sequence[str], options: ServerOptions, *, replicas: int, cards: int, gpus: int) -> None:

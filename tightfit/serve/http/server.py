@@ -27,15 +27,23 @@ class ServerOptions:
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
-class DrainingServer(uvicorn.Server):
-    """The first signal stops listening and lets open requests finish; the second ends them."""
+class PatientServer(uvicorn.Server):
+    """The first signal stops listening and lets open requests finish, the second ends them; uvicorn raises neither
+    again, as there is more to end than the listening."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+class DrainingServer(PatientServer):
+    """Tells its service that the end is near."""
 
     service: Service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.draining = True
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        super().handle_exit(sig, frame)
 
 
 def serve(loaded: LoadedModel, engine: Engine, options: ServerOptions) -> None:

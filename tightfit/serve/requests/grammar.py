@@ -100,10 +100,10 @@ class Constraints:
                 f"the {grammar.kind} that the answer must follow has {len(grammar.text):,} characters; "
                 f"give at most {LARGEST_TEXT:,}"
             )
-        made = self._guidance.LLMatcher(self._tokenizer, self._compiled(grammar))
-        if made.is_error():
-            raise UserError(f"the {grammar.kind} that the answer must follow is refused: {_short(made.get_error())}")
-        return made
+        matcher = self._guidance.LLMatcher(self._tokenizer, self._compiled(grammar))
+        if matcher.is_error():
+            raise UserError(f"the {grammar.kind} that the answer must follow is refused: {_short(matcher.get_error())}")
+        return matcher
 
     def _compiled(self, grammar: Grammar) -> str:
         matcher = self._guidance.LLMatcher

@@ -63,16 +63,16 @@ def _tokens(logits: Tensor, asked: Items[Asked]) -> list[list[int]]:
     chances = probabilities(logits, settings)
     starts = _starts(asked)
     plain = [index for index, each in enumerate(asked) if each.rows == 1]
-    made: list[list[int]] = [[] for _ in asked]
+    tokens: list[list[int]] = [[] for _ in asked]
     if plain:
         numbers = torch.tensor([_number(asked[index].sequence) for index in plain], device=logits.device)
         for index, token in zip(plain, draw(chances[[starts[i] for i in plain]], numbers).tolist(), strict=True):
-            made[index] = [token]
+            tokens[index] = [token]
     for index, each in enumerate(asked):
         if each.rows > 1:
             rows = chances[starts[index] : starts[index] + each.rows]
-            made[index] = accepted(rows, each.proposal, each.proposed_from, each.sequence)
-    return made
+            tokens[index] = accepted(rows, each.proposal, each.proposed_from, each.sequence)
+    return tokens
 
 
 def _number(sequence: Sequence) -> float:
@@ -98,9 +98,9 @@ def _chances(tokens: list[int], raw: Tensor | None, each: Asked) -> list[TokenCh
     wanted = each.sequence.sampling.logprobs
     if raw is None or wanted is None:
         return []
-    made = []
+    chances = []
     for token, row in zip(tokens, raw, strict=False):
         best = row.topk(wanted) if wanted else None
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()
-        made.append(TokenChance(token, row[token].item(), tuple(pairs)))
-    return made
+        chances.append(TokenChance(token, row[token].item(), tuple(pairs)))
+    return chances

@@ -10,11 +10,11 @@ is said there.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
+from tightfit.hardware.timing import seconds_each
 from tightfit.serve.forward.runner import Runner
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.sampling.chooser import Asked, choose
@@ -59,13 +59,7 @@ def _step(runner: Runner, proposer: Proposer | None, sequence: Sequence, guesses
 
 
 def _median_seconds(run: Callable[[], None]) -> float:
-    run()  # what is made on first use is not timed
-    found = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    return statistics.median(seconds_each(run, ROUNDS))
 
 
 def hint(kept: int, guessed: int, needed: float | None) -> str | None:

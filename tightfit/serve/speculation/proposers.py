@@ -81,7 +81,7 @@ class DraftModel:
 
     def _catch_up(self, chunks: Items[Chunk]) -> None:
         """Store the same positions the target will store."""
-        behind = [made for chunk in chunks if (made := _behind(chunk)).count]
+        behind = [chunk_behind for chunk in chunks if (chunk_behind := _behind(chunk)).count]
         if behind:
             self.runner.run(behind)
         for chunk in behind:

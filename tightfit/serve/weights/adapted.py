@@ -36,10 +36,10 @@ class AdaptedWeight(Weight):
     added: tuple[AddedRows, ...]
 
     def product(self, x: Tensor) -> Tensor:
-        made, low = self.base.product(x), F.linear(x, self.down)
+        y, low = self.base.product(x), F.linear(x, self.down)
         for part in self.added:
-            made[:, part.outputs].addmm_(low[:, part.low], part.up.T)
-        return made
+            y[:, part.outputs].addmm_(low[:, part.low], part.up.T)
+        return y
 
 
 def with_adapters(base: Weight, linears: Sequence[nn.Module]) -> Weight:

@@ -53,8 +53,8 @@ def _is_expanded(layer: QuantizedLinear) -> bool:
 
 @torch.no_grad()
 def _plain(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
-    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta", dtype=dtype)
-    made.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta", dtype=dtype)
+    linear.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
     if layer.bias is not None:
-        made.bias = layer.bias
-    return made
+        linear.bias = layer.bias
+    return linear

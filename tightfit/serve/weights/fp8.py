@@ -57,12 +57,12 @@ class Fp8Weight(Weight):
 
     def product(self, x: Tensor) -> Tensor:
         if not self.can_decode or x.dtype == torch.float32:
-            made = (F.linear(x, self.codes.to(x.dtype)).to(self.scale.dtype) * self.scale).to(x.dtype)
+            y = (F.linear(x, self.codes.to(x.dtype)).to(self.scale.dtype) * self.scale).to(x.dtype)
         elif len(x) <= MOST_ROWS:
-            made = fp8_rows(x, self.codes, self.scale)
+            y = fp8_rows(x, self.codes, self.scale)
         else:
-            made = F.linear(x, expand_fp8(self.codes, self.scale, x.dtype))
-        return made if self.bias is None else made + self.bias
+            y = F.linear(x, expand_fp8(self.codes, self.scale, x.dtype))
+        return y if self.bias is None else y + self.bias
 
     def one_token(self, x: Tensor, fused: Fused) -> Tensor:
         if not self.can_decode:

@@ -44,8 +44,8 @@ class HalfWeight(Weight):
 
     def product(self, x: Tensor) -> Tensor:
         parts = [self.multiply(x, piece) for piece in self.pieces]
-        made = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return made if self.bias is None else made + self.bias
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return y if self.bias is None else y + self.bias
 
 
 def halved(plain: PlainWeight) -> Weight:

@@ -57,10 +57,10 @@ class Int4Weight(Weight):
 
     def product(self, x: Tensor) -> Tensor:
         if x.shape[0] <= MOST_ROWS:  # as int4_linear, in fewer calls
-            made = self.multiply(x.to(torch.bfloat16), self.codes, self.group, self.cpu_scales).to(x.dtype)
+            y = self.multiply(x.to(torch.bfloat16), self.codes, self.group, self.cpu_scales).to(x.dtype)
         else:
-            made = F.linear(x, self._expanded(x.dtype))
-        return made if self.bias is None else made + self.bias
+            y = F.linear(x, self._expanded(x.dtype))
+        return y if self.bias is None else y + self.bias
 
     def _expanded(self, dtype: torch.dtype) -> Tensor:
         zero = self.middle if self.zero is None else self.zero.float()

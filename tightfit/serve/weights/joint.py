@@ -102,7 +102,7 @@ def _is_plain(linears: Sequence[nn.Module]) -> bool:
 
 
 @torch.no_grad()
-def join_layers(model: Decoder, *, half: bool = False) -> list[JointLayer]:
+def join_layers(model: Decoder, *, half: bool) -> list[JointLayer]:
     """The layers of `model`, whose parameters are views of joint ones from here on; with `half` read in 16 bits."""
     return [_joined(index, layer, model.spec, half) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
 

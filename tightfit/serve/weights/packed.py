@@ -54,10 +54,10 @@ class PackedWeight(Weight):
         return cls(words, scale, zero, bits=scheme.bits, group=max(scheme.group, 0), bias=bias)
 
     def product(self, x: Tensor, residual: Tensor | None = None, *, overlap: bool = False) -> Tensor:
-        made = quantized_linear(
+        y = quantized_linear(
             x, self.words, self.scale, self.zero, self.bits, self.group, residual=residual, overlap=overlap
         )
-        return made if self.bias is None else made + self.bias
+        return y if self.bias is None else y + self.bias
 
     def gated_product(self, x: Tensor, activation: Activation, *, overlap: bool = False) -> Tensor:
         if self.bias is not None:

@@ -59,8 +59,8 @@ class Weight(ABC):
     def one_token(self, x: Tensor, fused: Fused) -> Tensor:
         """The product of x [1, K] and what is fused with it; here one after the other."""
         x = fused.normed(x)
-        made = self.product(x) if fused.activation is None else self.gated_product(x, fused.activation)
-        return made if fused.residual is None else made + fused.residual
+        y = self.product(x) if fused.activation is None else self.gated_product(x, fused.activation)
+        return y if fused.residual is None else y + fused.residual
 
 
 @dataclass(frozen=True, eq=False)

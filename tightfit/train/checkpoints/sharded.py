@@ -154,19 +154,19 @@ def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenize
 
 def _digested(written: "Future[Any]", folder: Path) -> "Future[Any]":
     """Done when the pieces are `written` and their checksums with them, by the thread that writes."""
-    made: Future[Any] = Future()
+    future: Future[Any] = Future()
 
     def digest(done: "Future[Any]") -> None:
         try:
             done.result()
             write_checksums(folder)
         except BaseException as error:
-            made.set_exception(error)
+            future.set_exception(error)
         else:
-            made.set_result(None)
+            future.set_result(None)
 
     written.add_done_callback(digest)
-    return made
+    return future
 
 
 def _complete(pending: _Pending) -> None:

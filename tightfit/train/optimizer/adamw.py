@@ -140,7 +140,8 @@ class MasterAdamW:
 
     def _backward_update(self) -> BackwardUpdate:
         """Of matrices early, of norms and biases late."""
-        early, late = [], []
+        early: list[Update] = []
+        late: list[Update] = []
         for bucket in self.buckets:
             weights = [SplitWeight(p, self.splits.get(n)) for n, p in zip(bucket.names, bucket.parameters, strict=True)]
             is_matrix = bucket.parameters[0].ndim > 1

@@ -228,4 +228,5 @@ def _keep_apart(parameter: Tensor) -> None:
     """FSDP2's gradients of a layer are parts of one buffer, which is freed once none is left: one that waits has
     memory of its own."""
     assert parameter.grad is not None
+    assert is_shard(parameter)
     parameter.grad = like_shard(local(parameter.grad).clone(), parameter)

@@ -124,14 +124,14 @@ class BitsAndBytes(FileFormat):
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         four = one_scheme(schemes, "bitsandbytes").kind == "nf4"
         kept = [module for module in plain if module != "lm_head"]
-        made: dict[str, Any] = {
+        config: dict[str, Any] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": four,
             "load_in_8bit": not four,
             "llm_int8_threshold": 6.0,
             "llm_int8_skip_modules": ["lm_head", *kept],
         }
-        return made | (NF4_CONFIG if four else {})
+        return config | (NF4_CONFIG if four else {})
 
 
 def nested_scales(coded: Mapping[str, Tensor]) -> Tensor:

@@ -68,12 +68,14 @@ class CompressedTensors(FileFormat):
             codes = weight.codes if layout == "float-quantized" else _centred(weight.codes, weight.scheme)
             inputs = {} if weight.input_scale is None else {"input_scale": weight.input_scale}
             return {"weight": codes, "weight_scale": _file_scale(weight), **inputs}
-        made = {
+        tensors = {
             "weight_packed": pack(weight.codes, weight.scheme.bits),
             "weight_scale": _file_scale(weight),
             "weight_shape": torch.tensor(weight.shape),
         }
-        return made if weight.zero is None else made | {"weight_zero_point": _file_zero(weight.zero, weight.scheme)}
+        return (
+            tensors if weight.zero is None else tensors | {"weight_zero_point": _file_zero(weight.zero, weight.scheme)}
+        )
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
         layout, scale = _layout(scheme), stored(tensors, "weight_scale", module)
@@ -173,7 +175,7 @@ def _centred(codes: Tensor, scheme: Scheme) -> Tensor:
 
 def _weights_args(scheme: Scheme) -> dict[str, Any]:
     strategy = "group" if scheme.group > 0 else ("channel" if scheme.group == 0 else "tensor")
-    made = {
+    config = {
         "num_bits": scheme.bits,
         "type": "int" if scheme.kind == "int" else "float",
         "symmetric": scheme.symmetric,
@@ -182,7 +184,7 @@ def _weights_args(scheme: Scheme) -> dict[str, Any]:
         "dynamic": False,
     }
     types = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
-    return made | ({"scale_dtype": types[scheme.kind]} if scheme.kind in types else {})
+    return config | ({"scale_dtype": types[scheme.kind]} if scheme.kind in types else {})
 
 
 def _activation_args(scheme: Scheme) -> dict[str, Any] | None:

@@ -63,15 +63,15 @@ class Own(FileFormat):
         return None if scheme.kind in ("int", "binary") and scheme.activations is None else "it has integers and signs"
 
     def encode(self, weight: CodedWeight) -> dict[str, Tensor]:
-        made = {"weight_packed": pack(weight.codes, weight.scheme.bits), "weight_shape": torch.tensor(weight.shape)}
+        tensors = {"weight_packed": pack(weight.codes, weight.scheme.bits), "weight_shape": torch.tensor(weight.shape)}
         if weight.coded_scales:
-            made |= weight.coded_scales
+            tensors |= weight.coded_scales
         else:
-            made["weight_scale"] = weight.scale.to(torch.float16 if weight.scheme.group > 0 else torch.float32)
-            made |= {} if weight.zero is None else {"weight_zero": weight.zero.to(torch.float16)}
+            tensors["weight_scale"] = weight.scale.to(torch.float16 if weight.scheme.group > 0 else torch.float32)
+            tensors |= {} if weight.zero is None else {"weight_zero": weight.zero.to(torch.float16)}
         if (lost := weight.outliers) is not None:
-            made |= {f"outlier_{name}": getattr(lost, name) for name in ("starts", "columns", "values")}
-        return made
+            tensors |= {f"outlier_{name}": getattr(lost, name) for name in ("starts", "columns", "values")}
+        return tensors
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
         outputs, inputs = (int(size) for size in stored(tensors, "weight_shape", module).tolist())

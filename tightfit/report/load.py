@@ -1,0 +1,39 @@
+"""What a served model did under load, beside what was predicted: a table, or one object."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tightfit.report.tables import print_json
+
+if TYPE_CHECKING:
+    from tightfit.plan.serving_time import ServingRates
+    from tightfit.serve.load import LoadRow
+
+
+def print_load(
+    model: str,
+    rows: "Sequence[LoadRow]",
+    rates: "ServingRates",
+    *,
+    prompt_tokens: int,
+    answer_tokens: int,
+    as_json: bool,
+) -> None:
+    """A row for each number of requests at a time."""
+    if as_json:
+        return print_json({"model": model, "rows": [asdict(row) for row in rows]})
+    read, products = rates.bytes_per_second / 1e9, rates.product_flops / 1e12
+    print(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
+    print(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
+    print("and the most that reading weights, keys and values allows")
+    print(f"{'at once':>7}{'first token, ms':>26}{'between tokens, ms':>26}{'tokens/s':>18}{'at most':>10}")
+    for row in rows:
+        print(_line(row))
+
+
+def _line(row: "LoadRow") -> str:
+    first = f"{row.first_token_ms:.1f} / {row.first_token_ms_p90:.1f} ≈ {row.predicted_first_token_ms:.1f}"
+    between = f"{row.between_tokens_ms:.2f} / {row.between_tokens_ms_p90:.2f} ≈ {row.predicted_between_tokens_ms:.2f}"
+    speed = f"{row.tokens_per_second:,.1f} ≈ {row.predicted_tokens_per_second:,.1f}"
+    return f"{row.at_once:>7}{first:>26}{between:>26}{speed:>18}{row.most_tokens_per_second:>10,.1f}"
