@@ -37,8 +37,10 @@ FEW_BYTES = 64 * 2**20
 def _a_card_of_ones_own() -> Iterator[None]:
     """Nothing of other tests is on the card before, and all of it is there for others afterwards."""
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of every stream that other tests have used
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < FEW_BYTES, f"left by other tests: {largest_on_card()}"
+    left = torch.cuda.memory_allocated()
+    assert left < FEW_BYTES, f"{left} bytes left by other tests: {largest_on_card()}"
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()

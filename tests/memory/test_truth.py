@@ -17,10 +17,14 @@ from benchmarks.reports.truth import settings, summary
 from benchmarks.truth.case import Case
 from benchmarks.truth.prediction import GIB, Prediction, formulas, is_captured, predict, step_seconds
 from tests.covering import chosen, shown, thorough
-from tightfit.memory.formulas.overheads import DEFAULT
+from tightfit.memory.formulas.fsdp2 import installed, of_torch
+from tightfit.memory.formulas.overheads import DEFAULT, INSTALLED, Overheads
+from tightfit.memory.formulas.training import training_ledger
+from tightfit.memory.ledger import Phase
 from tightfit.prove import rehearsal
 
 Row = dict[str, str]
+STEP: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
 FLAGS = {
     "memory_truth": "",
     "lever_truth": " --levers",
@@ -89,6 +93,21 @@ def moved(rows: Sequence[Row], column: str, now: Callable[[int], float | None]) 
             case = f"{row['model']} {row['micro_batch']} × {row['sequence_length']} {settings(row)}"
             said.append(f"{case}: {column} was {stored or 'none'}, is {value} now")
     return said
+
+
+def since_then(row: Row) -> float:
+    """What the installed torch holds, of what the row's did: as the formulas say (memory/formulas/fsdp2.py)."""
+    case = Case.of_row(row)
+    if of_torch(row["torch"]) == installed() or case.implementation != "tightfit":
+        return 1.0
+    then, now = (
+        max(
+            training_ledger(case.workload, case.layout, case.levers, given).allocated_bytes(phase, case.stage)
+            for phase in STEP
+        )
+        for given in (Overheads(fsdp2=of_torch(row["torch"])), INSTALLED)
+    )
+    return now / then
 
 
 def sentence(name: str, said: list[str]) -> str:
@@ -171,7 +190,7 @@ def test_simulated_peaks_are_what_the_table_says(
 ) -> None:
     kept = [row for row in (others(name) if rest else sample(name)) if row["model"] == model]
     now = predictions(kept, SHALLOW, monkeypatch)
-    said = moved(kept, "simulated_gib", lambda at: now[at].simulated_bytes / GIB)
+    said = moved(kept, "simulated_gib", lambda at: now[at].simulated_bytes / GIB / since_then(kept[at]))
     if name == "lever_truth":
         away = [at for at, row in enumerate(kept) if float(row["simulated_host_gib"])]
         said += moved(
