@@ -43,7 +43,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def their_logits(directory: Path, dtype: torch.dtype) -> Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, device_map="cpu")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        device_map="cpu",
+        attn_implementation="eager",  # older versions' sdpa has no soft cap
+    )
     with torch.no_grad():
         found: Tensor = model(TOKENS).logits.float()
     return found

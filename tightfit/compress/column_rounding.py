@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tightfit.kernels.capture import capturing
 from tightfit.models.quantized.rounding import decode, encode
 from tightfit.models.quantized.scheme import Scheme
 
@@ -85,7 +86,7 @@ class _Recording:
         self.block = shape.empty()
         _rounded(self.block, shape.scheme)  # loads the GPU code, which must not happen while recording
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with capturing(self.graph):
             self.codes, self.errors = _rounded(self.block, shape.scheme)
 
     def __call__(self, block: ColumnBlock) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from tightfit.kernels.capture import capturing
+
 Do = Callable[[], object]
 LEAST_S = 0.015
 MOST_CALLS = 50
@@ -23,7 +25,7 @@ def timed_ms(do: Do, device: torch.device, *, graph: bool = True) -> float:
     if device.type != "cuda" or not graph:
         return looped_ms(do, count, device)
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    with capturing(captured):
         for _ in range(count):
             do()
     return statistics.median(looped_ms(captured.replay, 1, device) for _ in range(3)) / count

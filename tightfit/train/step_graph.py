@@ -28,6 +28,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.cuda_graph import may_capture
 from tightfit.jobs.workload import Workload
+from tightfit.kernels.capture import capturing
 from tightfit.plan.cost import Costs
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.step import Batch, inputs, objective
@@ -133,7 +134,7 @@ class StepGraph:
 
     def _captured(self, places: _Places) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = self.model(**places.arguments, divisor=places.divisor)
             (objective(output, places.share) * places.scale).backward()
             places.loss.copy_(output.loss.detach())

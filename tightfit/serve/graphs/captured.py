@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightfit.kernels.capture import capturing
 from tightfit.kernels.greedy import choose_greedily
 from tightfit.kernels.triton_support import HAS_TRITON
 from tightfit.serve.forward.runner import Runner
@@ -237,6 +238,6 @@ class Graphs:
             run()
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capturing(graph, pool=self._pool):
             output = run()
         return Captured(run, graph, output)

@@ -131,9 +131,14 @@ class MasterAdamW:
             self.offloading.finish(model, named)
         self.in_backward = self._backward_update() if levers.update_in_backward else None
 
+    @property
+    def _updates_apart(self) -> bool:
+        """Whether each matrix is updated at a time of its own."""
+        return self.levers.update_in_backward or self.offloading is not None
+
     def _parts(self, named: Named) -> Iterator[Named]:
         """What is updated together: matrices one by one where each has its own time, all else as buckets allow."""
-        if self.levers.update_in_backward or self.offloading is not None:
+        if self._updates_apart:
             yield from ([(name, p)] for name, p in named if p.ndim > 1)
             named = [(name, p) for name, p in named if p.ndim == 1]
         yield from _split(named, BUCKET_BYTES if self.casts_gradients else None)
@@ -199,11 +204,12 @@ class MasterAdamW:
         return FormatUpdater(names, masters, form, self.settings, weight_decay, firsts, seed=self._rounding_seed)
 
     def _are_plain(self, masters: list[Tensor], form: Format) -> bool:
-        """Whether these are several whose moments have their own dtype whatever the format, as norms and biases do: one
-        launch updates them all."""
+        """Whether these are vectors beside matrices that are updated apart, with moments of their own dtype whatever
+        the format: one launch updates them all."""
         own = {torch.float32: FP32, torch.bfloat16: BF16}
+        are_vectors = self._updates_apart and all(master.ndim == 1 for master in masters)
         kept = all(state_kind(form, master) is own.get(master.dtype) for master in masters)
-        return kept and len(masters) > 1 and self._rounding_seed is None
+        return are_vectors and kept and self._rounding_seed is None
 
     @property
     def casts_gradients(self) -> bool:
