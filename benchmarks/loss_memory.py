@@ -25,6 +25,7 @@ from benchmarks.recorded_step import recorded
 from benchmarks.rows import RESULTS, append_row, picture_folder
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
+from tightfit.kernels.clip_estimate import clip_factor
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
@@ -33,7 +34,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.search.pins import parse_pins
 from tightfit.report.simulated import simulate_timeline
 from tightfit.report.timeline import Timeline, draw_timelines
-from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
+from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
 
 SETTINGS = Optimizer(lr=1e-5)
 

@@ -20,6 +20,11 @@ TRUST = 1 / 100
 """Weight of the previous step's norm in the estimate, as a share of its Σ‖g‖²."""
 
 
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """What gradients of global `norm` are multiplied by so that it does not exceed `largest`."""
+    return (largest / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
 def trusted_totals(total: Tensor) -> Tensor:
     """T and T/100, as `clip_estimate` takes them."""
     return torch.stack((total, TRUST * total))
@@ -38,7 +43,7 @@ def clip_estimate_eager(norms: Tensor, number: int, seen: Tensor, totals: Tensor
     both = norms[:, number]
     total, trusted = totals.unbind()
     now, then = (seen.addcmul_(both, both) + trusted).unbind()
-    return (clip_norm / ((total * now / then).sqrt() + CLIP_EPSILON)).clamp(max=1.0)
+    return clip_factor((total * now / then).sqrt(), clip_norm)
 
 
 @triton.jit(do_not_specialize=["number"])

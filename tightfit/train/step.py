@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tightfit.kernels.clip_estimate import clip_factor
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.levers.side_stream import HostCopy
 from tightfit.memory.ledger import Phase
@@ -27,7 +28,7 @@ from tightfit.parallel.pipeline import Pipeline
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.parallel.tensor import sum_partial_gradients
 from tightfit.train.expert_load import correct_choices
-from tightfit.train.optimizer.adamw import MasterAdamW, clip_factor, global_norm
+from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
 from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.precision import LossScale
 

@@ -6,7 +6,8 @@ While backward is at layer k (parallel/data.py, train/step.py):
 - accumulation and DDP: all are there already; those of the operation at work exist twice until they are added.
 - FSDP2: the layer at work has whole ones; layers done have shards, in the dtype they are reduced in. The root's and the
   embedding's stay whole until its last callback.
-- update in backward: those of the layer at work, and the output projection's where the embedding shares it.
+- update in backward: those of the layer at work, and the output projection's where the embedding shares it. Norms and
+  biases keep theirs to the end, which is less than a thousandth and left out.
 - offload: as without; where they are updated inside backward, what waits for the link is bounded. Deferred
   updates keep their gradients into the next forward pass (levers/state_link.py).
 """

@@ -388,11 +388,6 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     return gradient_norm(list(gradients))
 
 
-def clip_factor(norm: Tensor, largest: float) -> Tensor:
-    """What gradients of global `norm` are multiplied by so that it does not exceed `largest`."""
-    return (largest / (norm + 1e-6)).clamp(max=1.0)
-
-
 def _split(named: Named, bucket_bytes: int | None) -> Iterator[Named]:
     """Consecutive runs of at most `bucket_bytes` of float32 gradients each (one parameter may exceed it alone)."""
     run: list[tuple[str, nn.Parameter]] = []

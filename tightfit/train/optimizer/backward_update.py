@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tightfit.collectives.shards import ParameterSplit, is_shard, like_shard, local
-from tightfit.kernels.clip_estimate import CLIP_EPSILON, clip_estimate, trusted_totals
+from tightfit.kernels.clip_estimate import clip_estimate, clip_factor, trusted_totals
 
 TINIEST = 1e-30
 Apply = Callable[[float, Tensor | None], None]
@@ -182,7 +182,7 @@ class BackwardUpdate:
         if self.is_first:
             both = self.norms[:, number]
             self.seen.addcmul_(both, both)
-            return self._within(self.clip_norm, self.count**0.5 * both[0])
+            return clip_factor(self.count**0.5 * both[0], self.clip_norm)
         return clip_estimate(self.norms, number, self.seen, self.previous_totals, self.clip_norm)
 
     def _late_factor(self) -> Tensor | None:
@@ -195,13 +195,8 @@ class BackwardUpdate:
         squares = self.norms[:, first:].square().sum(dim=1)
         self.seen += squares
         if self.is_first:
-            return self._within(self.clip_norm * ((self.count - first) / self.count) ** 0.5, squares[0].sqrt())
-        return self._within(self.clip_norm, self.seen[0].sqrt())
-
-    @staticmethod
-    def _within(largest: float, norm: Tensor) -> Tensor:
-        """What brings gradients of a norm down to the largest allowed."""
-        return (largest / (norm + CLIP_EPSILON)).clamp(max=1.0)
+            return clip_factor(squares[0].sqrt(), self.clip_norm * ((self.count - first) / self.count) ** 0.5)
+        return clip_factor(self.seen[0].sqrt(), self.clip_norm)
 
 
 def _sum_squares(norms: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
