@@ -45,6 +45,7 @@ def _many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of the tiny model travel in several pieces, the last of them ragged, and not all of them at once."""
     monkeypatch.setattr(state_link, "PIECE_ELEMENTS", 32 * 7)
     monkeypatch.setattr(state_link, "IN_FLIGHT_BYTES", 8192)
+    monkeypatch.setattr(state_link, "AHEAD_BYTES", 8192)
 
 
 def assembled(precision: Any, spec: ModelSpec = TINY, **levers: Any) -> tuple[Decoder, MasterAdamW, LossScale]:

@@ -14,8 +14,8 @@ pass, or earlier where more than `IN_FLIGHT_BYTES` of gradients would wait for t
 
 Backward produces the last layers' gradients first, and forward uses their weights last. So some of these updates (all
 of them without updates inside backward) are deferred until backward is over, and the link stays busy through the next
-forward pass. Deferred updates are sent in forward order, a little ahead of need: queueing a whole model's pieces at
-once would take the host longer than a layer takes the GPU, which would idle meanwhile.
+forward pass. Deferred updates are sent in forward order, a few when backward ends and one more for each matrix that
+forward waits for: queueing hundreds of pieces at once takes the host tens of milliseconds, and the GPU idled meanwhile.
 """
 
 from bisect import insort
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tightfit.levers.host_update import HostUpdates, HostWork
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, STATE_SLOTS
+from tightfit.levers.policy.offload import AHEAD_BYTES, IN_FLIGHT_BYTES, PIECE_ELEMENTS, STATE_SLOTS
 from tightfit.levers.side_stream import SideStream, StreamEvent, current_stream_waits_for, record_current_stream
 from tightfit.memory.host import claimed
 
@@ -74,12 +74,11 @@ class OffloadedMatrix:
 
 @dataclass
 class Update:
-    """One update of one matrix; holds the tensors it reads alive until it is done."""
+    """One update of one matrix; `run` holds the tensors it reads alive until it is done."""
 
     matrix: OffloadedMatrix
     run: UpdatePiece
     gradient: Tensor
-    reads: tuple[Tensor, ...] = ()
     on_host: HostWork | None = None
     """The same update made by the host's cores; None where it cannot be."""
     gradient_ready: StreamEvent = None
@@ -152,8 +151,8 @@ class StateLink:
             self._finish(self.in_flight[0])
 
     def flush_deferred(self) -> None:
-        """Send deferred updates, up to IN_FLIGHT_BYTES at a time. Called after backward."""
-        while self.deferred and self.in_flight_bytes < IN_FLIGHT_BYTES:
+        """Send as many deferred updates as keep the link busy until forward asks for more. Called after backward."""
+        while self.deferred and self.in_flight_bytes < AHEAD_BYTES:
             self._send(self.deferred.pop(0))
 
     def prioritise(self, matrix: OffloadedMatrix) -> None:
@@ -166,7 +165,8 @@ class StateLink:
         self.prioritise(matrix)
         for update in [each for each in self.in_flight if each.matrix is matrix]:
             self._finish(update)
-        self.flush_deferred()
+        if self.deferred and self.in_flight_bytes < IN_FLIGHT_BYTES:
+            self._send(self.deferred.pop(0))
 
     def wait_for_host(self, matrix: OffloadedMatrix) -> None:
         """Block until the host's cores have made their updates of a matrix; streams need not wait."""

@@ -8,6 +8,7 @@ are compared with measurements.
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -126,14 +127,14 @@ def _replay(
     captured: bool = False,
 ) -> Replay:
     """The replay of the whole model or stage where that is quick, else extrapolated from two shallow models."""
+    replay = partial(Trace.replay, captured=captured, update_captured=levers.update_in_backward)
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
     direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers
     if direct or _differs_by_layer(workload.spec, levers):
-        return trace_training_step(workload, layout, levers, overheads, stage).replay(captured=captured)
+        return replay(trace_training_step(workload, layout, levers, overheads, stage))
     shallow, deeper = (
-        trace_training_step(_of_depth(workload, depth), layout, levers, overheads).replay(captured=captured)
-        for depth in (few, more)
+        replay(trace_training_step(_of_depth(workload, depth), layout, levers, overheads)) for depth in (few, more)
     )
     periods = (layers - more) // period
     return Replay(
