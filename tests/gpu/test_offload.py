@@ -93,7 +93,6 @@ def test_streams_change_no_bit(
     monkeypatch.setattr(state_link, "PIECE_ELEMENTS", pieces)
     if "offload_gradient_bytes" in levers:
         monkeypatch.setattr(state_link, "IN_FLIGHT_BYTES", 2**20)
-        monkeypatch.setattr(state_link, "AHEAD_BYTES", 2**20)
     results, held, peak = trained(precision, offload=offload, **levers)
     wanted, there, most = stayed[precision, "update_in_backward" in levers]
     assert results == wanted

@@ -121,10 +121,14 @@ def changing(numbers_ptr, rate, root, kept):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps):  # type: ignore[no-untyped-def]
-    """`updated_weight` inside a kernel, in float32: the new w, m and v."""
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    return w * kept - rate * m / (tl.sqrt(v) * root + eps), m, v
+    """`updated_weight` inside a kernel, in float32: the new w, m and v.
+
+    Which products are rounded is said, not left to the compiler: one kernel for all formats, or in a graph, has the
+    numbers of another.
+    """
+    m = tl.fma(beta1, m, rest1 * g)
+    v = tl.fma(beta2, v, rest2 * g * g)
+    return tl.fma(w, kept, -rate * m / tl.fma(tl.sqrt(v), root, eps)), m, v
 
 
 @triton.jit(do_not_specialize=["key", "first"])

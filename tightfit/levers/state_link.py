@@ -14,8 +14,9 @@ pass, or earlier where more than `IN_FLIGHT_BYTES` of gradients would wait for t
 
 Backward produces the last layers' gradients first, and forward uses their weights last. So some of these updates (all
 of them without updates inside backward) are deferred until backward is over, and the link stays busy through the next
-forward pass. Deferred updates are sent in forward order, a few when backward ends and one more for each matrix that
-forward waits for: queueing hundreds of pieces at once takes the host tens of milliseconds, and the GPU idled meanwhile.
+forward pass. Deferred updates are sent in forward order. The few beside updates inside backward are all sent when that
+is over, while the link is busy with the embedding, which forward needs first. A whole model's are sent a little ahead
+of need: queueing all their pieces at once would take the host longer than a layer takes the GPU, which would idle.
 """
 
 from bisect import insort
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tightfit.levers.host_update import HostUpdates, HostWork
-from tightfit.levers.policy.offload import AHEAD_BYTES, IN_FLIGHT_BYTES, PIECE_ELEMENTS, STATE_SLOTS
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, STATE_SLOTS
 from tightfit.levers.side_stream import SideStream, StreamEvent, current_stream_waits_for, record_current_stream
 from tightfit.memory.host import claimed
 
@@ -151,8 +152,8 @@ class StateLink:
             self._finish(self.in_flight[0])
 
     def flush_deferred(self) -> None:
-        """Send as many deferred updates as keep the link busy until forward asks for more. Called after backward."""
-        while self.deferred and self.in_flight_bytes < AHEAD_BYTES:
+        """Send deferred updates: all, or of a whole model's up to IN_FLIGHT_BYTES at a time. Called after backward."""
+        while self.deferred and (self.frees_gradients or self.in_flight_bytes < IN_FLIGHT_BYTES):
             self._send(self.deferred.pop(0))
 
     def prioritise(self, matrix: OffloadedMatrix) -> None:
@@ -165,8 +166,7 @@ class StateLink:
         self.prioritise(matrix)
         for update in [each for each in self.in_flight if each.matrix is matrix]:
             self._finish(update)
-        if self.deferred and self.in_flight_bytes < IN_FLIGHT_BYTES:
-            self._send(self.deferred.pop(0))
+        self.flush_deferred()
 
     def wait_for_host(self, matrix: OffloadedMatrix) -> None:
         """Block until the host's cores have made their updates of a matrix; streams need not wait."""

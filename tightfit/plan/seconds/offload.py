@@ -83,7 +83,12 @@ class OffloadTime:
         sent_backward_s = (1 - states.deferred_share) * passes.backward_s  # from where states are sent at once
         with_states_s = (
             max(0.0, max(forward_link_s, forward_host_s) - passes.forward_s)
-            + max(0.0, max(backward_link_s, backward_host_s) - passes.backward_s, states.backward_s - sent_backward_s)
+            + max(
+                0.0,
+                max(backward_link_s, backward_host_s) - passes.backward_s,
+                states.backward_s - sent_backward_s,
+                states.head_s - states.deferred_share * passes.backward_s,
+            )
             + states.after_s
         )
         return (self.micro_batches - 1) * (forward_left_s + backward_left_s) + with_states_s
@@ -145,11 +150,14 @@ class OffloadTime:
         last = min(offloaded, embedding)
         deferred = min(offloaded - last, waiting_bytes / updated_bytes)  # levers/offload.py chooses them by these bytes
         in_layers = max(1.0, self.params.owned - self.params.owned_ends)
+        head = min(offloaded - deferred - last, max(0.0, self.params.owned_ends - self.params.owned_embedding))
+        is_large = head * self.workload.weight_bytes > IN_FLIGHT_BYTES
         return _StateTraffic(
             forward_s=deferred * each_s,
             backward_s=(offloaded - deferred - last) * each_s,
             after_s=last * each_s,
             deferred_share=min(1.0, deferred / in_layers),
+            head_s=head * each_s if is_large else 0.0,
         )
 
     def _states_s(self, levers: Levers, offloaded: float) -> float:
@@ -184,3 +192,5 @@ class _StateTraffic:
     after_s: float
     deferred_share: float = 0.0
     """Of the layers: the last ones, whose states pass in the next forward pass."""
+    head_s: float = 0.0
+    """Of an output projection whose gradient is all that may wait: it is waited for before another one is sent."""

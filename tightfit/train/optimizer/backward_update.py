@@ -122,7 +122,7 @@ class BackwardUpdate:
     @torch.no_grad()
     def begin(self, lr: float) -> None:
         """Prepare for a backward pass whose updates have this learning rate."""
-        self.lr = lr
+        self.lr, self.skip = lr, None
         if self.is_first is None:  # not in the constructor: states may have been loaded since
             self.is_first = not bool(self.previous_norms.any())
         self.norms[0].zero_()
@@ -149,7 +149,7 @@ class BackwardUpdate:
             update.apply(self.lr, factor)
         own = self.norms[0] if self.skip is None else torch.where(self.skip.isnan(), self.norms[1], self.norms[0])
         self.norms[1].copy_(own)
-        self.is_first, self.skip = False, None
+        self.is_first = False
         return self.seen[0].sqrt()
 
     @torch.no_grad()
