@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +168,7 @@ def test_answers_have_the_form_that_a_line_asks_for(loaded: LoadedModel, tmp_pat
         ('{"prompt": "a", "logit_bias": [5]}', "line 1: logit_bias is .5.; it must be an object"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', "line 1: logit_bias is 'a'; give a whole number"),
         ('{"prompt": "a", "logit_bias": {"1": "b"}}', "line 1: logit_bias of 1 is 'b'; it must be a number"),
+        ('{"prompt": "a", "logit_bias": {"300": 1}}', "line 1: logit_bias has token 300, .* vocabulary is of 300"),
         ('{"prompt": "a", "priority": 1e400}', "line 1: priority is inf; give a whole number"),
         ('{"prompt": "a", "n": [1]}', "line 1: n is .1.; give a whole number"),
         ('{"prompt": "a", "n": 999999}', "line 1: count is 999999"),
@@ -228,6 +231,28 @@ def test_an_output_has_one_writer_at_a_time(model: Decoder, tokenizer: Tokenizer
     assert not target.exists()
     assert answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_what_another_wrote_before_the_lock_is_compared_with_what_is_asked(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that came between the look and the lock was kept, whatever it answered."""
+    source, other, target = tmp_path / "in.jsonl", tmp_path / "other.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    other.write_text('{"prompt": "something else"}\n')
+
+    @contextmanager
+    def locked_late(output: Path) -> Iterator[None]:
+        monkeypatch.setattr("tightfit.serve.offline.locked_beside", locked_beside)
+        answer_file(Engine(model, tokenizer, CONFIG), other, output, SAMPLING)
+        with locked_beside(output):
+            yield
+
+    monkeypatch.setattr("tightfit.serve.offline.locked_beside", locked_late)
+    with pytest.raises(UserError, match="line 1: the answer to '1' in .*out.jsonl is to another"):
+        answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+    assert [line["id"] for line in lines(target)] == ["1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "other.jsonl", "out.jsonl"]
 
 
 def test_a_full_disk_is_a_sentence_and_what_is_answered_stays(

@@ -200,13 +200,19 @@ def answer_file(
 
     With several `beams` no token is drawn: an answer is the likeliest that a beam search finds.
     """
+    assert engine.tokenizer is not None
     prompts = read_prompts(source)
-    requests = _unanswered(engine, prompts, read_finished(target), sampling, beams, source, target)
+    requests = [to_request(prompt, engine.tokenizer, sampling, source) for prompt in prompts]
+    asking = Asking(source, target, beams, prompts, requests)
+    for prompt, request in asking.unanswered(read_finished(target)):
+        _check_request(engine, prompt, request, source)
+        if beams > 1:
+            refuse_for_beams(request)
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
             finished = read_finished(target)  # as it is now that nobody else writes
-            left = [request for request in requests if request.id not in finished.asked]
+            left = [request for _, request in asking.unanswered(finished)]
             on_finished(len(prompts) - len(left), len(prompts))
             answered = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
             lines = (_line(request, answers, beams) for request, answers in answered)
@@ -214,26 +220,28 @@ def answer_file(
     return len(left)
 
 
-def _unanswered(
-    engine: Engine, prompts: list[Prompt], done: Finished, base: Sampling, beams: int, source: Path, target: Path
-) -> list[Request]:
-    """What is asked of the engine, which it can answer; nothing that was `done` has changed since."""
-    assert engine.tokenizer is not None
-    found = []
-    for prompt in prompts:
-        request = to_request(prompt, engine.tokenizer, base, source)
-        if prompt.id in done.asked:
-            if done.asked[prompt.id] not in (None, asked_digest(request, beams)):
+@dataclass(frozen=True)
+class Asking:
+    """What the lines of `source` ask of the engine, answered into `target`."""
+
+    source: Path
+    target: Path
+    beams: int
+    prompts: list[Prompt]
+    requests: list[Request]
+
+    def unanswered(self, finished: Finished) -> list[tuple[Prompt, Request]]:
+        """What is not `finished`; a sentence where what is was asked otherwise."""
+        left = []
+        for prompt, request in zip(self.prompts, self.requests, strict=True):
+            if prompt.id not in finished.asked:
+                left.append((prompt, request))
+            elif finished.asked[prompt.id] not in (None, asked_digest(request, self.beams)):
                 raise UserError(
-                    f"{source}, line {prompt.line}: the answer to {prompt.id!r} in {target} is to another prompt or "
-                    "was asked with other settings; ask as before, or name another --out"
+                    f"{self.source}, line {prompt.line}: the answer to {prompt.id!r} in {self.target} is to another "
+                    "prompt or was asked with other settings; ask as before, or name another --out"
                 )
-            continue
-        _check_request(engine, prompt, request, source)
-        if beams > 1:
-            refuse_for_beams(request)
-        found.append(request)
-    return found
+        return left
 
 
 @contextmanager
