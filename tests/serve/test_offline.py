@@ -249,7 +249,7 @@ def test_what_another_wrote_before_the_lock_is_compared_with_what_is_asked(
             yield
 
     monkeypatch.setattr("tightfit.serve.offline.locked_beside", locked_late)
-    with pytest.raises(UserError, match="line 1: the answer to '1' in .*out.jsonl is to another"):
+    with pytest.raises(UserError, match=r"line 1: the answer to '1' in .*out.jsonl is to another"):
         answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
     assert [line["id"] for line in lines(target)] == ["1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "other.jsonl", "out.jsonl"]

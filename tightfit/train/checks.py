@@ -231,7 +231,7 @@ OWNERS = {"base": "model", "teacher": "teacher"}
 
 
 def _is_unknown(name: str, position: Position) -> bool:
-    """Whether the checkpoint is of a time when the fact was not kept: its job has a teacher, of which it says nothing."""
+    """Whether the checkpoint has a teacher and says nothing of it, as those of before the fact was kept."""
     return name == "teacher" and name not in position.facts and bool(_look_up(position.job, "distill.teacher"))
 
 
