@@ -60,6 +60,12 @@ def test_train_json_and_overrides(run: Path, job_file: Path, tightfit: Any, tmp_
     assert resumed.json["step"] == 3
 
 
+def test_a_dry_run_says_that_levers_will_be_fitted(job_file: Path, tightfit: Any, tmp_path: Path) -> None:
+    """`--fit` beside it was passed over."""
+    made = tightfit("train", job_file, "-o", f"output={tmp_path / 'other'}", "--dry-run", "--fit")
+    assert (made.code, "chosen at the start (fit)" in made.out) == (0, True), made.err
+
+
 def test_train_fields(tightfit: Any) -> None:
     rows = tightfit("train", "--fields", "--json").json
     assert {"path", "type", "default", "meaning"} <= set(rows[0])
@@ -260,6 +266,21 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["plan", "JOB", "--on", "T4", "--seq", "0"], ["sequence_length is 0"]),
     (["plan", "JOB", "--on", "T4", "--global-batch", "0"], ["global_batch is 0"]),
     (["plan", "JOB", "--on", "T4", "--steps", "0"], ["0 steps"]),
+    (["train", "JOB", "--fields"], ["is JOB,", "--fields only lists"]),
+    (["train", "--fields", "--from", "step-1"], ["--from is step-1", "--fields only lists"]),
+    (["train", "JOB", "-o", "output=NEW", "--dry-run", "--memory", "much"], ["--memory", "much"]),
+    (["launch", "JOB", "--head", "node-1"], ["--head is node-1", "--nodes"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--chat", "--field", "said"], ["--field is said", "--chat"]),
+    (["generate", "RUN", "--in", "PROMPTS", "--out", "NEW", "--beams", "2", "-t", "0.5"], ["--temperature is 0.5"]),
+    (
+        ["picture", "memory", "--layer", "classic", "--checkpoint-every", "1", "--out", "NEW.png"],
+        ["--checkpoint-every"],
+    ),
+    (
+        ["picture", "pipeline", "--run", "RUN", "--ranks", "2", "--out", "NEW.png"],
+        ["--ranks is 2", "a run has its own"],
+    ),
+    (["picture", "pipeline", "--run", "RUN", "--schedule", "2bw", "--out", "NEW.png"], ["--schedule is 2bw"]),
 ]
 
 
@@ -271,7 +292,9 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "TEXT").write_text("some text")
     (tmp_path / "TEXT.txt").write_text("some text")
-    places = {"JOB": str(job_file), "RUN": str(run), "TEXT": str(tmp_path / "TEXT.txt")}
+    (tmp_path / "PROMPTS.jsonl").write_text('{"prompt": "a"}')
+    places = {"JOB": str(job_file), "RUN": str(run)}
+    places |= {"TEXT": str(tmp_path / "TEXT.txt"), "PROMPTS": str(tmp_path / "PROMPTS.jsonl")}
     for name in ("NEW", "EXISTING", "EMPTY"):
         places[name] = str(tmp_path / name)
 

@@ -120,7 +120,8 @@ def test_beams_answer_with_the_adapter_that_is_asked_for(model: Decoder, tokeniz
 
 
 @pytest.mark.parametrize(
-    "more", ['"stop": "e"', '"n": 2', '"guided_regex": "a+"', '"presence_penalty": 1', '"logit_bias": {"5": 1}']
+    "more",
+    ['"stop": "e"', '"n": 2', '"guided_regex": "a+"', '"presence_penalty": 1', '"logit_bias": {"5": 1}', '"seed": 5'],
 )
 def test_what_beams_would_pass_over_is_refused(more: str, loaded: LoadedModel, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -165,6 +166,7 @@ def test_answers_have_the_form_that_a_line_asks_for(loaded: LoadedModel, tmp_pat
         ('{"prompt": "a", "stop": {"b": 1}}', "line 1: stop is {'b': 1}; it must be a list of texts"),
         ('{"prompt": "a", "stop": [1]}', "line 1: stop is"),
         ('{"prompt": "a", "logprobs": true}', "line 1: logprobs is True; it must be a whole number"),
+        ('{"prompt": "a", "logprobs": 2}', "line 1: logprobs is 2, but a file of answers has none; leave it out"),
         ('{"prompt": "a", "logit_bias": [5]}', "line 1: logit_bias is .5.; it must be an object"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', "line 1: logit_bias is 'a'; give a whole number"),
         ('{"prompt": "a", "logit_bias": {"1": "b"}}', "line 1: logit_bias of 1 is 'b'; it must be a number"),

@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightfit.cli.options import Device, Draft, MaxSequences, ModelSource, Temperature, TopK, TopP, takes_options
+from tightfit.cli.options import (
+    Device,
+    Draft,
+    MaxSequences,
+    ModelSource,
+    Temperature,
+    TopK,
+    TopP,
+    refuse_given,
+    takes_options,
+)
 
 if TYPE_CHECKING:
     from tightfit.serve.requests.sampling import Sampling
+
+OF_DRAWING = ("temperature", "top_k", "top_p", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,8 @@ def generate(options: GenerateOptions) -> None:
 
     read_prompts(options.source)
     read_finished(options.target)
+    if options.beams > 1:
+        refuse_given(options, OF_DRAWING, "but beams draw nothing; leave it or --beams out")
     if options.batch_invariant and options.draft is not None:
         raise UserError("--batch-invariant does not go with --draft; leave one of them out")
     config = EngineConfig(

@@ -152,6 +152,8 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
         if isinstance(changes.get("logit_bias"), dict):  # JSON has texts for keys
             changes["logit_bias"] = {_whole("logit_bias", key): bias for key, bias in changes["logit_bias"].items()}
         sampling = replace(base, **changes)
+        if sampling.logprobs is not None:
+            raise UserError(f"logprobs is {sampling.logprobs}, but a file of answers has none; leave it out")
         return Request(
             id=prompt.id,
             prompt=_tokens(given, tokenizer),
@@ -207,7 +209,7 @@ def answer_file(
     for prompt, request in asking.unanswered(read_finished(target)):
         _check_request(engine, prompt, request, source)
         if beams > 1:
-            refuse_for_beams(request)
+            refuse_for_beams(request, sampling)
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
