@@ -6,7 +6,7 @@ from pathlib import Path
 from tightfit.compress.calibration import Calibration, read_calibration, refuse_long_rows
 from tightfit.compress.own_text import LONGEST_ROW as OWN_LONGEST_ROW
 from tightfit.compress.own_text import MOST_ROWS, own_text, writing_dtype
-from tightfit.durable import refuse_existing
+from tightfit.durable import require_new
 from tightfit.errors import UserError
 from tightfit.models.loading import has_weights
 from tightfit.models.spec import ModelSpec
@@ -33,7 +33,7 @@ class ShrinkingJob:
 
     def require(self) -> None:
         """Refuse what can be refused before the model is looked at."""
-        refuse_existing(self.out)
+        require_new(self.out)
         if not has_weights(self.model):
             raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tightfit.durable import durable_file, flush, flush_tree, refuse_existing, sweep
+from tightfit.durable import durable_file, flush, flush_tree, require_new, sweep
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
+from tightfit.models.tensor_file import save_tensors
 from tightfit.writer_lock import locked_beside
 
 WORK_FILE = "work.json"
@@ -34,7 +34,7 @@ class WorkingDirectory:
     """Unfinished work for `target`, of `shards` files; `with` it, ours alone."""
 
     def __init__(self, target: Path, work: dict[str, Any], shards: int) -> None:
-        refuse_existing(target)
+        require_new(target)
         self.target, self.work, self.shards = target, work, shards
         self.path = target.parent / f".compressing-{target.name}"
         self._held = ExitStack()
@@ -102,7 +102,7 @@ class WorkingDirectory:
         """Write a shard, with notes that `notes` gives back."""
         metadata = {"format": "pt"} | ({"tightfit": json.dumps(notes)} if notes else {})
         with self.writing(self.shard(number)), durable_file(self.shard(number)) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+            save_tensors(tensors, temporary, metadata=metadata)
 
     def notes(self, number: int) -> dict[str, Any]:
         """What was noted with a shard."""
