@@ -110,9 +110,9 @@ def _compare(options: EvaluateOptions, against: str) -> None:
         result = compare_sources(model, against, data, device=device, progress=not options.as_json, **options.rows)
         found.append(Compared(model, size, result))
         add_comparison(weights_path(model), found[-1], against, data)
+    print_comparison(found, original, as_json=options.as_json)
     if picture is not None:
         draw_sizes(found, original, picture)
-    print_comparison(found, original, as_json=options.as_json)
 
 
 def _refuse_without_against(models: list[str], picture: Path | None) -> None:

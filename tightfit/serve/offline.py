@@ -41,9 +41,15 @@ SETTINGS = frozenset(each.name for each in fields(Sampling)) - {"grammar", "stop
 class Prompt:
     """One line of the input."""
 
-    id: str
+    source: Path
     line: int
+    id: str
     given: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where it was said, for who has to change it."""
+        return f"{self.source}, line {self.line}"
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -73,7 +79,7 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     given = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(given, dict) or sum(key in given for key in ("prompt", "tokens", "messages")) != 1:
         raise UserError(f"{path}, line {number} needs one of prompt, tokens and messages")
-    return Prompt(str(given.get("id", number)), number, given)
+    return Prompt(path, number, str(given.get("id", number)), given)
 
 
 @dataclass(frozen=True)
@@ -123,12 +129,12 @@ def _is_another_object(line: bytes) -> bool:
         return False
 
 
-def _check_request(engine: Engine, prompt: Prompt, request: Request, path: Path) -> None:
+def _check_request(engine: Engine, prompt: Prompt, request: Request) -> None:
     """Refuse what the engine cannot answer."""
     try:
         engine.check(request)
     except UserError as error:
-        raise UserError(f"{path}, line {prompt.line}: {error}") from None
+        raise UserError(f"{prompt.place}: {error}") from None
 
 
 def asked_digest(request: Request, beams: int) -> str:
@@ -141,7 +147,7 @@ def asked_digest(request: Request, beams: int) -> str:
     return hashlib.blake2b(json.dumps((*asked, beams)).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path) -> Request:
+def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling) -> Request:
     """What the engine is asked for one line."""
     given = prompt.given
     changes = {key: given[key] for key in SETTINGS & given.keys()}
@@ -163,7 +169,7 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
             adapter=None if given.get("adapter") is None else str(given["adapter"]),
         )
     except UserError as error:
-        raise UserError(f"{path}, line {prompt.line}: {error}") from None
+        raise UserError(f"{prompt.place}: {error}") from None
 
 
 def _whole(name: str, value: Any) -> int:
@@ -190,24 +196,22 @@ def _tokens(given: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     return prompt_tokens(tokenizer, given["prompt"], chat=False)
 
 
-def answer_file(
+def answer_prompts(
     engine: Engine,
-    source: Path,
+    prompts: list[Prompt],
     target: Path,
     sampling: Sampling,
     on_finished: Callable[[int, int], None] = lambda done, total: None,
     beams: int = 1,
 ) -> int:
-    """Answer what `source` asks and `target` has not answered yet; returns how many were answered now.
+    """Answer those that `target` has not answered yet; returns how many were answered now.
 
     With several `beams` no token is drawn: an answer is the likeliest that a beam search finds.
     """
     assert engine.tokenizer is not None
-    prompts = read_prompts(source)
-    requests = [to_request(prompt, engine.tokenizer, sampling, source) for prompt in prompts]
-    asking = Asking(source, target, beams, prompts, requests)
+    asking = Asking(target, beams, prompts, [to_request(each, engine.tokenizer, sampling) for each in prompts])
     for prompt, request in asking.unanswered(read_finished(target)):
-        _check_request(engine, prompt, request, source)
+        _check_request(engine, prompt, request)
         if beams > 1:
             refuse_for_beams(request, sampling)
     with _writing(target):
@@ -224,9 +228,8 @@ def answer_file(
 
 @dataclass(frozen=True)
 class Asking:
-    """What the lines of `source` ask of the engine, answered into `target`."""
+    """What is asked of the engine by each prompt, answered into `target`."""
 
-    source: Path
     target: Path
     beams: int
     prompts: list[Prompt]
@@ -240,8 +243,8 @@ class Asking:
                 left.append((prompt, request))
             elif finished.asked[prompt.id] not in (None, asked_digest(request, self.beams)):
                 raise UserError(
-                    f"{self.source}, line {prompt.line}: the answer to {prompt.id!r} in {self.target} is to another "
-                    "prompt or was asked with other settings; ask as before, or name another --out"
+                    f"{prompt.place}: the answer to {prompt.id!r} in {self.target} is to another prompt or was asked "
+                    "with other settings; ask as before, or name another --out"
                 )
         return left
 
