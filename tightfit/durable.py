@@ -6,6 +6,7 @@ next who writes the same target: who writes holds a lock on the temporary (flock
 process), so what nobody holds is nobody's. Where locks are unknown, it stays until `sweep`.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -19,6 +20,8 @@ from tightfit.errors import UserError
 
 TEMPORARY_PREFIX = ".partial-"
 DISCARDED_PREFIX = ".discarded-"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says that has no room left, or none for this user or for a file of this size."""
 YOUNG_S = 60.0
 """A temporary that is younger may not have its lock yet."""
 

@@ -5,6 +5,8 @@ import os
 import resource
 import shlex
 import signal
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from tests.train.conftest import make_small
 from tests.train.jobs import ended_run, tiny_job
+from tightfit.bounded_files import read_text
 from tightfit.cli import main as cli
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
@@ -381,6 +384,18 @@ def test_weights_are_as_readable_as_what_lies_beside_them(umask: int, run: Path,
     for folder in ("model", "small"):
         modes = {path.stat().st_mode & 0o777 for path in (tmp_path / folder).iterdir()}
         assert modes == {0o666 & ~umask}
+
+
+def test_output_to_a_full_disk_and_a_closed_input_are_sentences() -> None:
+    """As a shell starts it: `tightfit models > full`, `tightfit sample … <&-`."""
+    with open("/dev/full", "w") as full:
+        made = subprocess.run(
+            [sys.executable, "-m", "tightfit", "models"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    said = "tightfit: cannot write the output: No space left on device; make room and run the same again\n"
+    assert (made.returncode, made.stderr) == (2, said)
+    with pytest.raises(UserError, match="the standard input is closed; give text"):
+        read_text(None)
 
 
 def test_ctrl_c_is_a_word_and_exit_code_130(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

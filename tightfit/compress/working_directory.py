@@ -6,7 +6,6 @@ the file's own metadata; so what exists is finished, and a run killed at any ins
 works there, with the lock of the target held. Work that has finished nothing leaves no directory.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import Any, Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tightfit.durable import durable_file, flush, flush_tree, require_new, sweep
+from tightfit.durable import NO_ROOM, durable_file, flush, flush_tree, require_new, sweep
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
@@ -26,8 +25,6 @@ from tightfit.models.tensor_file import save_tensors
 from tightfit.writer_lock import locked_beside
 
 WORK_FILE = "work.json"
-ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk says that has no room left, or none for this user or for a file of this size."""
 
 
 class WorkingDirectory:
@@ -62,7 +59,7 @@ class WorkingDirectory:
             yield
         except (OSError, SafetensorError) as error:
             number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or error
-            has_room = isinstance(error, OSError) and number not in ROOM  # safetensors tells no number
+            has_room = isinstance(error, OSError) and number not in NO_ROOM  # safetensors tells no number
             fix = "choose another place" if has_room else "make room and run the same again"
             raise UserError(f"cannot write {path or self.path}: {reason}; {fix}") from error
 
