@@ -138,6 +138,8 @@ def _check(options: ServeOptions) -> None:
     if not options.guessing_options:
         refuse_given(options, ("guesses",), "but nobody guesses; add --draft, --lookup or --skip or leave it out")
     _check_sizes(options)
+    if (key := options.api_key) is not None and (not key.isprintable() or key != key.strip() or not key):
+        raise UserError("--api-key is empty, or has spaces around it or what no header can carry; give another key")
     if options.export is None:
         refuse_given(options, OF_EXPORTS, "which is about --export; add that or leave it out")
     else:
