@@ -178,7 +178,6 @@ def adjust(logits: Tensor, sequence: Sequence, allowed: Tensor | None) -> None:
         counts = torch.tensor(list(sequence.said.values()), device=logits.device, dtype=logits.dtype)
         logits[index] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     for token, bias in sampling.logit_bias.items():
-        if token < len(logits):
-            logits[token] += bias
+        logits[token] += bias
     if allowed is not None:
         logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
