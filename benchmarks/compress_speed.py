@@ -34,6 +34,7 @@ class RandomTokensJob(CompressionJob):
     """A job whose calibration rows are random, so that it needs neither text nor a tokenizer."""
 
     def read_calibration(self, spec: ModelSpec) -> Calibration:
+        assert self.samples is not None
         assert self.length is not None
         return Calibration(torch.randint(0, spec.vocab_size, (self.samples, self.length)), "random tokens")
 

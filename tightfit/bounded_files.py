@@ -55,10 +55,14 @@ def read_bounded(path: Path, most_bytes: int, what: str) -> bytes:
     return bytes(content)
 
 
-def read_text(stream: TextIO, most_characters: int = 16 * 2**20) -> str:
-    """All of a stream that may never end."""
+def read_text(stream: TextIO | None, most_characters: int = 16 * 2**20) -> str:
+    """All of a stream that may never end; of none where the process was started without one."""
+    if stream is None:
+        raise UserError("the standard input is closed; give text")
     try:
         text = stream.read(most_characters + 1)
+    except OSError as error:
+        raise UserError(f"cannot read the standard input: {error.strerror}; give text") from None
     except UnicodeDecodeError:
         raise UserError("the standard input is not UTF-8 text; give text") from None
     if len(text) > most_characters:

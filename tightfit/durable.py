@@ -6,6 +6,7 @@ next who writes the same target: who writes holds a lock on the temporary (flock
 process), so what nobody holds is nobody's. Where locks are unknown, it stays until `sweep`.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -19,14 +20,30 @@ from tightfit.errors import UserError
 
 TEMPORARY_PREFIX = ".partial-"
 DISCARDED_PREFIX = ".discarded-"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a disk says that has no room left, or none for this user or for a file of this size."""
 YOUNG_S = 60.0
 """A temporary that is younger may not have its lock yet."""
 
 
-def refuse_existing(target: Path) -> None:
-    """A sentence where something is at `target` already, also a link to nowhere."""
+def require_new(target: Path) -> None:
+    """A sentence where something is at `target` already, also a link to nowhere, or where nothing can be made."""
     if os.path.lexists(target):
         raise UserError(f"{target} exists already; name a new place or remove it first")
+    refuse_unwritable(target.parent, target)
+
+
+def refuse_unwritable(directory: Path, output: Path) -> None:
+    """A sentence where `directory` takes no `output`, found out without writing: by the nearest that exists."""
+    place = directory
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise UserError(f"cannot write output {output}: {place} is not a directory; choose a writable directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        on_read_only_disk = os.statvfs(place).f_flag & os.ST_RDONLY
+        why = f"the disk of {place} is read-only" if on_read_only_disk else f"no permission to write in {place}"
+        raise UserError(f"cannot write output {output}: {why}; choose a writable directory")
 
 
 @contextmanager

@@ -30,8 +30,9 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_beside(output: Path) -> Iterator[None]:
-    """Holds the lock of `output`, which need not exist in its directory, which must."""
-    with _locked(output.parent / f"{LOCK_FILE}-{output.name}", output):
+    """Holds the lock of `output`, which need not exist in its directory, which must; a link's is that of its end."""
+    end = output.resolve()
+    with _locked(end.parent / f"{LOCK_FILE}-{end.name}", output):
         yield
 
 

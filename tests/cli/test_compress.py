@@ -91,6 +91,11 @@ def test_other_ways_to_shrink(
         (("--keep", "0.5"), "whitened-svd"),
         (("--fit", "T4", "--bits", "4"), "chooses bits itself"),
         (("--context", "100"), "name a card"),
+        (("--field", "body"), "--field is body, which is about --data"),
+        (("--samples", "64"), "--samples is 64, but a model writes 32 at most"),
+        (("--seq", "2048"), "longer than the model's"),
+        (("--method", "rtn", "--samples", "8"), "--samples is 8, but rtn"),
+        (("--method", "rtn", "--seq", "8"), "--seq is 8, but rtn"),
         (("--fit", "T4", "--context", "100"), "in 16 bits already"),
     ],
 )
@@ -156,10 +161,10 @@ def test_without_text_of_ones_own(
     """As people type it first: layers are looked at with what the model writes, which is said; rounding needs none."""
     small_card = sized(fit_ledger(SPEC, SPEC.params(), 100).peak_bytes())  # for 8 bits a weight
     monkeypatch.setattr("tightfit.hardware.machine.parse_machine", lambda text: small_card)
-    rows = ("--samples", 4, "--seq", 64, "--cache", tmp_path / "cache")
+    needs_text = method[1] != "rtn"
+    rows = ("--samples", 4, "--seq", 64, "--cache", tmp_path / "cache") if needs_text else ()
     made = tightfit("compress", tiny, *method, *rows, "--out", tmp_path / "small")
     assert made.code == 0, made.err
-    needs_text = method[1] != "rtn"
     assert ("the model's own text, as no --data is given" in made.err) == needs_text
     said = json.loads((tmp_path / "small" / "report.json").read_text())["predicted"]["calibration"]
     assert said.startswith("4 x 64 tokens of the model's own text") == needs_text

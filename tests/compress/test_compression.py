@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
@@ -26,6 +25,7 @@ from tightfit.models.loading import load_into, load_model
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
+from tightfit.models.tensor_file import save_tensors
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.weights.joint import can_join
 from tightfit.writer_lock import locked_beside
@@ -172,7 +172,7 @@ def test_a_full_disk_is_a_sentence_and_what_is_done_stays(
         return write
 
     monkeypatch.setattr(Path, "write_text", full(Path.write_text))
-    monkeypatch.setattr("tightfit.compress.working_directory.save_file", full(save_file))
+    monkeypatch.setattr("tightfit.compress.working_directory.save_tensors", full(save_tensors))
     with pytest.raises(UserError, match=r"cannot write .*: No space left on device; make room and run the same again"):
         run(tiny, out, recipe, text, token_cache)
     assert not out.exists()

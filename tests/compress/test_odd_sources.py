@@ -4,7 +4,9 @@ import json
 import resource
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.compress.test_compression import load_tensors, run
 from tests.compress.test_fitting import sized
 from tests.speed import within_turns
 from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.conversion import convert
 from tightfit.compress.fitting import fit_bits, fit_ledger
 from tightfit.compress.gptq import gptq
 from tightfit.compress.model_parts import ModelParts
@@ -23,6 +26,7 @@ from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.saving import export_model
 
 
 def changed_weight(source: Path, target: Path, number: float) -> Path:
@@ -45,6 +49,41 @@ def test_weights_that_cannot_be_stored_are_refused(
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.down\.weight of .*broken has a weight of (nan|inf|-1e\+30)"):
         run(broken, tmp_path / "small", recipe_of(method, bits=4, group=32), text, token_cache)
     assert not (tmp_path / "small").exists()
+
+
+def test_a_damaged_tokenizer_is_not_left_out_silently(tiny: Path, tmp_path: Path) -> None:
+    """What came out was a model that nobody could give text to; one without a tokenizer stays so."""
+    shutil.copytree(tiny, tmp_path / "broken")
+    recipe = recipe_of("rtn", bits=4, group=32)
+    job = CompressionJob(model=str(tmp_path / "broken"), out=tmp_path / "small", recipe=recipe)
+    tokenizer = tmp_path / "broken" / "tokenizer.json"
+    whole = tokenizer.read_bytes()
+    tokenizer.write_bytes(whole[:-9])
+    with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
+        compress(job, lambda cost: None, lambda done, total, layer: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+    tokenizer.write_bytes(whole)
+    compress(job, lambda cost: None, lambda done, total, layer: None)
+    (tmp_path / "small" / "tokenizer.json").write_bytes(whole[:-9])
+    with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
+        convert(str(tmp_path / "small"), tmp_path / "other", "tightfit")
+    for folder in ("broken", "small"):
+        for file in [*(tmp_path / folder).glob("tokenizer*"), *(tmp_path / folder).glob("*.jinja")]:
+            file.unlink()
+    compress(replace(job, out=tmp_path / "bare"), lambda cost: None, lambda done, total, layer: None)
+    convert(str(tmp_path / "small"), tmp_path / "other", "tightfit")
+    assert load_model(str(tmp_path / "bare")).tokenizer is load_model(str(tmp_path / "other")).tokenizer is None
+
+
+@pytest.mark.parametrize("words", [{"form": "hf", "dtype": "fp16"}, {"form": "gguf", "dtype": "q8_0"}], ids=str)
+def test_weights_that_a_narrow_export_would_make_infinite_are_refused(
+    words: dict[str, Any], tiny: Path, tmp_path: Path
+) -> None:
+    large = changed_weight(tiny, tmp_path / "large", 1e6)
+    with pytest.raises(UserError, match=r"a weight of 1e\+06, which no float16 can be; choose --dtype bf16 or fp32"):
+        export_model(str(large), tmp_path / "small", **words)
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
+    export_model(str(large), tmp_path / "small", form="hf", dtype="bf16")
 
 
 def test_bits_are_not_chosen_for_weights_that_are_no_numbers(
@@ -125,7 +164,7 @@ def test_work_that_finished_nothing_leaves_nothing(tiny: Path, text: Path, token
 
 def test_a_file_where_a_directory_should_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=r"cannot write .*file: .*; choose another place"):
+    with pytest.raises(UserError, match=r"cannot write .*file is not a directory; choose a writable directory"):
         run(tiny, tmp_path / "file" / "small", recipe_of("rtn", bits=8), text, token_cache)
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -34,6 +34,25 @@ def test_the_same_weights_write_the_same(tiny: Path, tmp_path: Path, monkeypatch
     assert torch.equal(first, rows_of(tiny, tmp_path / "one"))
 
 
+def test_a_cache_that_cannot_be_written_is_a_sentence(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model writes anything, where that can be known."""
+    file = tmp_path / "file"
+    file.touch()
+    with monkeypatch.context() as nobody_writes:
+        nobody_writes.setattr("tightfit.compress.own_text.sample_rows", None)
+        with pytest.raises(UserError, match=r"file is not a directory"):
+            rows_of(tiny, file)
+
+    def full(*arguments: object) -> None:
+        raise OSError("2048 requested and 1008 written")
+
+    monkeypatch.setattr("tightfit.compress.own_text.np.save", full)
+    with pytest.raises(UserError, match=r"cannot write .*npy: 2048 requested and 1008 written; make room"):
+        rows_of(tiny, tmp_path / "cache")
+
+
 def test_rows_follow_the_models_distribution() -> None:
     """Of 2,000 second tokens after the same first one, as many are each as the model says, within five sigma."""
     model = random_model(SPEC)

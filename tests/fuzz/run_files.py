@@ -120,7 +120,7 @@ def prompts(chance: random.Random, given: Materials, folder: Path) -> Case:
 
     def run() -> None:
         for prompt in read_prompts(folder / "in.jsonl"):
-            to_request(prompt, given.tokenizer, Sampling(), folder / "in.jsonl")
+            to_request(prompt, given.tokenizer, Sampling())
         read_finished(folder / "out.jsonl")
 
     return run

@@ -1,6 +1,7 @@
 """The tokenizer: lossless, deterministic, safe against special strings, and exact about who says what in a chat."""
 
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -227,6 +228,25 @@ def test_broken_files_are_refused_with_a_sentence(tokenizer: Tokenizer, tmp_path
         (tmp_path / "tokenizer.json").write_bytes(whole[:cut])
         with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
             load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_what_is_no_file_or_no_object_is_refused_and_not_waited_for(
+    name: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A pipe that nobody writes to was waited for without end."""
+    tokenizer.save(tmp_path)
+    (tmp_path / name).write_text("[1]")
+    with pytest.raises(UserError, match=rf"{name} is not the description of a tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match=rf"{name} is a pipe and not a regular file"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"cannot read .*{name}: Is a directory"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}, {"version": "9"}])

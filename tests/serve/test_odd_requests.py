@@ -78,10 +78,14 @@ def test_echo_of_every_prompt_whole_and_streamed(client: openai.OpenAI, tokenize
 
 
 def test_what_would_change_the_answer_and_is_not_done_is_refused(server: Running) -> None:
-    for more, word in ((b'"best_of": 3', "best_of"), (b'"suffix": "b"', "suffix")):
+    beyond = (b'"logit_bias": {"300": 1}', "logit_bias has token 300, but the model's vocabulary is of 300 tokens")
+    for more, word in ((b'"best_of": 3', "best_of"), (b'"suffix": "b"', "suffix"), beyond):
         status, answer = post(server, "/v1/completions", b'{"prompt": "a", "max_tokens": 1, ' + more + b"}")
         assert status == 400
         assert word in answer["error"]["message"]
+    unasked = json.dumps({"messages": HELLO, "top_logprobs": 3}).encode()
+    status, answer = post(server, "/v1/chat/completions", unasked)
+    assert (status, "top_logprobs is 3, but logprobs is not true" in answer["error"]["message"]) == (400, True)
     fine = b'{"prompt": "a", "max_tokens": 1, "best_of": 2, "n": 2, "suffix": null}'
     assert post(server, "/v1/completions", fine)[0] == 200
 

@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.beam import BeamSearch
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.offline import answer_file, read_finished, read_prompts
+from tightfit.serve.offline import answer_prompts, read_finished, read_prompts
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
@@ -42,7 +44,8 @@ def test_every_prompt_is_answered_once_and_a_killed_run_goes_on(loaded: LoadedMo
     source.write_text("\n".join(map(json.dumps, asked)) + "\n\n")
     seen: list[tuple[int, int]] = []
     engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
-    assert answer_file(engine, source, target, SAMPLING, lambda done, total: seen.append((done, total))) == 9
+    prompts = read_prompts(source)
+    assert answer_prompts(engine, prompts, target, SAMPLING, lambda done, total: seen.append((done, total))) == 9
     whole = {line["id"]: line for line in lines(target)}
     assert set(whole) == {"1", "chat", "ids", *map(str, range(10, 16))}
     assert whole["chat"]["usage"]["completion_tokens"] <= 3
@@ -51,9 +54,9 @@ def test_every_prompt_is_answered_once_and_a_killed_run_goes_on(loaded: LoadedMo
     assert seen[-1] == (9, 9)
     kept = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(kept[:4]) + kept[4][:11])  # as a kill in the middle of a line leaves it
-    assert answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, SAMPLING) == 5
+    assert answer_prompts(Engine(loaded.model, loaded.tokenizer, CONFIG), read_prompts(source), target, SAMPLING) == 5
     assert {line["id"]: line for line in lines(target)} == whole
-    assert answer_file(engine, source, target, SAMPLING) == 0
+    assert answer_prompts(engine, read_prompts(source), target, SAMPLING) == 0
 
 
 def test_answers_to_what_is_no_longer_asked_are_not_taken_for_those_that_are(
@@ -63,21 +66,21 @@ def test_answers_to_what_is_no_longer_asked_are_not_taken_for_those_that_are(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
-    assert answer_file(engine, source, target, SAMPLING) == 2
+    assert answer_prompts(engine, read_prompts(source), target, SAMPLING) == 2
     before = target.read_bytes()
     with pytest.raises(UserError, match=r"line 1: the answer to '1' in .*out.jsonl is to .* name another --out"):
-        answer_file(engine, source, target, replace(SAMPLING, max_tokens=2))
+        answer_prompts(engine, read_prompts(source), target, replace(SAMPLING, max_tokens=2))
     with pytest.raises(UserError, match="line 1: the answer to '1'"):
-        answer_file(engine, source, target, SAMPLING, beams=2)
+        answer_prompts(engine, read_prompts(source), target, SAMPLING, beams=2)
     source.write_text('{"prompt": "new"}\n{"prompt": "one"}\n{"prompt": "two"}\n')
     with pytest.raises(UserError, match="line 1: the answer to '1'"):
-        answer_file(engine, source, target, SAMPLING)
+        answer_prompts(engine, read_prompts(source), target, SAMPLING)
     assert target.read_bytes() == before
     source.write_text('{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "new"}\n')
-    assert answer_file(engine, source, target, SAMPLING) == 1
+    assert answer_prompts(engine, read_prompts(source), target, SAMPLING) == 1
     rows = [{name: value for name, value in row.items() if name != "asked"} for row in lines(target)]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))  # as it was written before there were digests
-    assert answer_file(engine, source, target, SAMPLING) == 0
+    assert answer_prompts(engine, read_prompts(source), target, SAMPLING) == 0
 
 
 def test_beams_end_where_they_say_stop(loaded: LoadedModel, tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_beams_end_where_they_say_stop(loaded: LoadedModel, tmp_path: Path) -> N
     ):
         target = tmp_path / f"{seed}.jsonl"
         sampling = Sampling(max_tokens=4, temperature=0.9, seed=seed, stop_ids=stops)
-        assert answer_file(engine, source, target, sampling, beams=2) == 2
+        assert answer_prompts(engine, read_prompts(source), target, sampling, beams=2) == 2
         found.append(lines(target))
     assert found[0] == found[1]
     assert [line["finish_reason"] for line in found[0]] == ["length"] * 2
@@ -105,7 +108,7 @@ def test_beams_answer_with_the_adapter_that_is_asked_for(model: Decoder, tokeniz
     adapters = {"one": load_adapter(write_adapter(tmp_path / "one", model, ATTENTION, seed=1), model)}
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "the quick", "id": "plain"}\n{"prompt": "the quick", "id": "x", "adapter": "one"}\n')
-    answer_file(Engine(model, tokenizer, CONFIG, adapters=adapters), source, target, SAMPLING, beams=3)
+    answer_prompts(Engine(model, tokenizer, CONFIG, adapters=adapters), read_prompts(source), target, SAMPLING, beams=3)
     found = {line["id"]: line["text"] for line in lines(target)}
     search = BeamSearch("m", prompt_tokens(tokenizer, "the quick", chat=False), 3, SAMPLING.max_tokens)
     alone = Engine(merged(model, adapters["one"]), tokenizer, CONFIG)
@@ -118,13 +121,14 @@ def test_beams_answer_with_the_adapter_that_is_asked_for(model: Decoder, tokeniz
 
 
 @pytest.mark.parametrize(
-    "more", ['"stop": "e"', '"n": 2', '"guided_regex": "a+"', '"presence_penalty": 1', '"logit_bias": {"5": 1}']
+    "more",
+    ['"stop": "e"', '"n": 2', '"guided_regex": "a+"', '"presence_penalty": 1', '"logit_bias": {"5": 1}', '"seed": 5'],
 )
 def test_what_beams_would_pass_over_is_refused(more: str, loaded: LoadedModel, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(f'{{"prompt": "a", "id": "mine", {more}}}')
     with pytest.raises(UserError, match=r"'mine' asks for .*, which beams do not have"):
-        answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, SAMPLING, beams=2)
+        answer_prompts(Engine(loaded.model, loaded.tokenizer, CONFIG), read_prompts(source), target, SAMPLING, beams=2)
     assert not target.exists()
 
 
@@ -134,7 +138,7 @@ def test_lines_end_at_line_feeds_only(loaded: LoadedModel, tmp_path: Path) -> No
     rows = [{"prompt": "a\u2028b\x85c\u2029d", "id": "odd"}, {"prompt": "b", "id": "plain", "stop": "e"}]
     text = "\ufeff" + "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n"
     source.write_text(text, "utf-8", newline="")
-    assert answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, SAMPLING) == 2
+    assert answer_prompts(Engine(loaded.model, loaded.tokenizer, CONFIG), read_prompts(source), target, SAMPLING) == 2
     assert {line["id"] for line in lines(target)} == {"odd", "plain"}
 
 
@@ -143,7 +147,9 @@ def test_answers_have_the_form_that_a_line_asks_for(loaded: LoadedModel, tmp_pat
     schema = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
     rows = [{"prompt": "a", "guided_regex": "[0-9]{3}"}, {"prompt": "a", "response_format": schema}]
     source.write_text("\n".join(map(json.dumps, rows)))
-    answer_file(Engine(loaded.model, loaded.tokenizer, CONFIG), source, target, replace(SAMPLING, max_tokens=20))
+    answer_prompts(
+        Engine(loaded.model, loaded.tokenizer, CONFIG), read_prompts(source), target, replace(SAMPLING, max_tokens=20)
+    )
     found = {line["id"]: line["text"] for line in lines(target)}
     assert found["1"].isdigit()
     assert found["2"] in ('"yes"', '"no"')
@@ -163,9 +169,11 @@ def test_answers_have_the_form_that_a_line_asks_for(loaded: LoadedModel, tmp_pat
         ('{"prompt": "a", "stop": {"b": 1}}', "line 1: stop is {'b': 1}; it must be a list of texts"),
         ('{"prompt": "a", "stop": [1]}', "line 1: stop is"),
         ('{"prompt": "a", "logprobs": true}', "line 1: logprobs is True; it must be a whole number"),
+        ('{"prompt": "a", "logprobs": 2}', "line 1: logprobs is 2, but a file of answers has none; leave it out"),
         ('{"prompt": "a", "logit_bias": [5]}', "line 1: logit_bias is .5.; it must be an object"),
         ('{"prompt": "a", "logit_bias": {"a": 1}}', "line 1: logit_bias is 'a'; give a whole number"),
         ('{"prompt": "a", "logit_bias": {"1": "b"}}', "line 1: logit_bias of 1 is 'b'; it must be a number"),
+        ('{"prompt": "a", "logit_bias": {"300": 1}}', "line 1: logit_bias has token 300, .* vocabulary is of 300"),
         ('{"prompt": "a", "priority": 1e400}', "line 1: priority is inf; give a whole number"),
         ('{"prompt": "a", "n": [1]}', "line 1: n is .1.; give a whole number"),
         ('{"prompt": "a", "n": 999999}', "line 1: count is 999999"),
@@ -188,7 +196,7 @@ def test_mistakes_are_found_before_anything_is_written(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text)
     with pytest.raises(UserError, match=expected):
-        answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING)
     assert not target.exists()
 
 
@@ -204,9 +212,9 @@ def test_files_that_are_not_ours_are_left_alone(
     source.write_text('{"id": "1", "prompt": "a"}\n')
     target.write_text(content)
     with pytest.raises(UserError, match="no output of ours"):
-        answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING)
     with pytest.raises(UserError, match="no output of ours"):
-        answer_file(Engine(model, tokenizer, CONFIG), source, source, SAMPLING)
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), source, SAMPLING)
     assert target.read_text() == content
     assert source.read_text() == '{"id": "1", "prompt": "a"}\n'
 
@@ -224,10 +232,42 @@ def test_an_output_has_one_writer_at_a_time(model: Decoder, tokenizer: Tokenizer
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
     with locked_beside(target), pytest.raises(UserError, match=rf"out.jsonl is being written by process {os.getpid()}"):
-        answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING)
     assert not target.exists()
-    assert answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING) == 1
+    assert answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_a_link_has_the_lock_of_what_it_leads_to(model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    source, target, link = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "link.jsonl"
+    source.write_text('{"prompt": "a"}\n')
+    link.symlink_to(target)
+    with locked_beside(target), pytest.raises(UserError, match=r"link.jsonl is being written by process"):
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), link, SAMPLING)
+    assert answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), link, SAMPLING) == 1
+    assert len(lines(target)) == 1
+
+
+def test_what_another_wrote_before_the_lock_is_compared_with_what_is_asked(
+    model: Decoder, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that came between the look and the lock was kept, whatever it answered."""
+    source, other, target = tmp_path / "in.jsonl", tmp_path / "other.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    other.write_text('{"prompt": "something else"}\n')
+
+    @contextmanager
+    def locked_late(output: Path) -> Iterator[None]:
+        monkeypatch.setattr("tightfit.serve.offline.locked_beside", locked_beside)
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(other), output, SAMPLING)
+        with locked_beside(output):
+            yield
+
+    monkeypatch.setattr("tightfit.serve.offline.locked_beside", locked_late)
+    with pytest.raises(UserError, match=r"line 1: the answer to '1' in .*out.jsonl is to another"):
+        answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING)
+    assert [line["id"] for line in lines(target)] == ["1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "other.jsonl", "out.jsonl"]
 
 
 def test_a_full_disk_is_a_sentence_and_what_is_answered_stays(
@@ -240,11 +280,11 @@ def test_a_full_disk_is_a_sentence_and_what_is_answered_stays(
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
     try:
         with pytest.raises(UserError, match=r"cannot write .*out.jsonl: File too large; make room and run the same"):
-            answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING)
+            answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
     before = len(read_finished(target).asked)
     assert 0 < before < 6
-    assert answer_file(Engine(model, tokenizer, CONFIG), source, target, SAMPLING) == 6 - before
+    assert answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING) == 6 - before
     assert len(lines(target)) == 6

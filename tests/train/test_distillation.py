@@ -1,5 +1,7 @@
 """A student and its teacher: what a step minimises, where the teacher's bytes are, and what is refused."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +220,30 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit(learning: Callable[..., Job]) 
     assert checkpoint_files(whole.checkpoint) == checkpoint_files(parts.checkpoint)
     plain = run_job(learning("plain", distill={"alpha": 0.0}), quiet=True)
     assert checkpoint_files(whole.checkpoint) != checkpoint_files(plain.checkpoint)
+
+
+def test_a_run_is_resumed_with_the_teacher_it_began_with(learning: Callable[..., Job], tmp_path: Path) -> None:
+    """Wherever it lies; other weights in its place, or no teacher at all, went on silently."""
+    teacher = Path(str(learning().distill.teacher))
+    moved = [tmp_path / "moved", tmp_path / "other"]
+    for folder in moved:
+        shutil.copytree(teacher, folder)
+    shutil.copyfile(teacher.parent / "step-00000001" / "model.safetensors", moved[1] / "model.safetensors")
+    (moved[1] / "checksums.json").unlink()
+    run_job(learning(), quiet=True, stop_after=2)
+    for changes in ({"distill": {"teacher": str(moved[1])}}, {"distill": {"teacher": None}}):
+        with pytest.raises(UserError, match=r"made with teacher \w+, this run has .* resume with the teacher it was"):
+            run_job(learning("student", **changes), quiet=True, resume=True)
+    assert run_job(learning("student", distill={"teacher": str(moved[0])}), quiet=True, resume=True).step == 4
+
+
+def test_a_checkpoint_that_says_nothing_of_its_teacher_is_gone_on_with(learning: Callable[..., Job]) -> None:
+    stopped = run_job(learning(), quiet=True, stop_after=2)
+    state = stopped.checkpoint / "training" / "state.json"
+    content = json.loads(state.read_text())
+    del content["facts"]["teacher"]
+    state.write_text(json.dumps(content))
+    assert run_job(learning(), quiet=True, resume=True).step == 4
 
 
 @pytest.fixture

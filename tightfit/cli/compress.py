@@ -61,7 +61,9 @@ class CompressOptions:
         typer.Option("--data", "-d", help="Text like what the model will read; else its own. Repeatable."),
     ] = None
     field: TextField = "text"
-    samples: Annotated[int, typer.Option(min=1, help="Calibration rows.")] = 128
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Calibration rows: 128 of --data by default, else 32, which is the most.")
+    ] = None
     sequence_length: Annotated[
         int | None, typer.Option("--seq", min=2, help="Tokens a row; at most 2048 by default.")
     ] = None
@@ -141,6 +143,8 @@ def _refuse_mixed(options: CompressOptions) -> None:
         raise UserError(f"--fit chooses bits itself; drop --recipe and {names}")
     if options.fit is not None and method in ("structured", *FACTORISATIONS):
         raise UserError(f"--fit chooses bits, but {method} quantizes nothing; leave one of them out")
+    if not options.data:
+        refuse_given(options, ("field",), "which is about --data; add that or leave it out")
     if options.context is not None and options.fit is None:
         raise UserError("--context says what --fit makes room for; name a card with --fit")
 
@@ -194,6 +198,9 @@ def _compressed(
         recipe = recipe_of(options.method, **options.method_options)
     else:
         recipe = read_recipe(options.recipe)
+    if not (options.data or recipe.is_calibrated):
+        told = f"but {recipe.describe()} looks at no text; leave it out, or give --data to have errors measured"
+        refuse_given(options, ("samples", "sequence_length"), told)
     job = CompressionJob(recipe=recipe, format=options.form, **source)
     return compress(job, progress.announce, progress.layer)
 

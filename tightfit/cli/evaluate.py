@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightfit.cli.options import AsJson, Device, Precision, TextField, Verify, takes_options
+from tightfit.cli.options import AsJson, Device, Precision, TextField, Verify, refuse_given, takes_options
 from tightfit.cli.outputs import is_picture, refuse_foreign
 
 
@@ -68,6 +68,8 @@ def evaluate(options: EvaluateOptions) -> None:
     tightfit evaluate small --data README.md --against smollm2-135m-instruct
     tightfit evaluate 8bit 4bit 3bit --data README.md --against smollm2-135m-instruct --picture sizes.png
     """
+    if options.chat:
+        refuse_given(options, ("field",), "but conversations have keys of their own; leave it or --chat out")
     if options.against is not None:
         refuse_with_against(chat=options.chat, precision=options.precision != "auto", no_verify=not options.verify)
         return _compare(options, options.against)
@@ -108,9 +110,9 @@ def _compare(options: EvaluateOptions, against: str) -> None:
         result = compare_sources(model, against, data, device=device, progress=not options.as_json, **options.rows)
         found.append(Compared(model, size, result))
         add_comparison(weights_path(model), found[-1], against, data)
+    print_comparison(found, original, as_json=options.as_json)
     if picture is not None:
         draw_sizes(found, original, picture)
-    print_comparison(found, original, as_json=options.as_json)
 
 
 def _refuse_without_against(models: list[str], picture: Path | None) -> None:

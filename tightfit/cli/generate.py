@@ -8,10 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightfit.cli.options import Device, Draft, MaxSequences, ModelSource, Temperature, TopK, TopP, takes_options
+from tightfit.cli.options import (
+    Device,
+    Draft,
+    MaxSequences,
+    ModelSource,
+    Temperature,
+    TopK,
+    TopP,
+    refuse_given,
+    takes_options,
+)
 
 if TYPE_CHECKING:
     from tightfit.serve.requests.sampling import Sampling
+
+OF_DRAWING = ("temperature", "top_k", "top_p", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +71,17 @@ def generate(options: GenerateOptions) -> None:
     \b
     tightfit generate my-model --in prompts.jsonl --out answers.jsonl
     """
+    from tightfit.durable import refuse_unwritable
     from tightfit.errors import UserError
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.offline import answer_file, read_finished, read_prompts
+    from tightfit.serve.offline import answer_prompts, read_finished, read_prompts
     from tightfit.serve.start import start_engine
 
-    read_prompts(options.source)
+    prompts = read_prompts(options.source)
+    refuse_unwritable(options.target.parent, options.target)
     read_finished(options.target)
+    if options.beams > 1:
+        refuse_given(options, OF_DRAWING, "but beams draw nothing; leave it or --beams out")
     if options.batch_invariant and options.draft is not None:
         raise UserError("--batch-invariant does not go with --draft; leave one of them out")
     config = EngineConfig(
@@ -78,7 +94,7 @@ def generate(options: GenerateOptions) -> None:
         raise UserError(f"{options.model} has no tokenizer, so it cannot answer texts")
     sampling = options.sampling(loaded.tokenizer.stop_ids)
     with _progress() as show:
-        answered = answer_file(engine, options.source, options.target, sampling, show, options.beams)
+        answered = answer_prompts(engine, prompts, options.target, sampling, show, options.beams)
     if not answered:
         return typer.echo(f"{options.target} has all the answers already; name another --out to make them anew")
     typer.echo(f"{answered} prompts answered, {engine.counts.answer_tokens} tokens, in {options.target}")

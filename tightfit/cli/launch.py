@@ -46,13 +46,14 @@ def launch(options: LaunchOptions) -> None:
 
     job, _ = read_job(options.job, options.overrides)
     if options.dry_run:
-        return show_dry_run(job, options.start, as_json=False)
+        return show_dry_run(job, options.start)
     changes = [word for text in options.overrides for word in ("-o", text)]
     arguments = [str(options.job), *changes]
 
     from tightfit.launch.forked import TRAINING, start_server
 
     if options.nodes == 1:
+        refuse_given(options, ("head",), "where several machines meet; add --nodes or leave it out")
         start_server(TRAINING)  # which imports while we do
 
     from tightfit.launch.launcher import launch as start

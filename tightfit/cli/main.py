@@ -4,6 +4,7 @@ Verbs import what they need when they run, so `tightfit --help` does not wait fo
 """
 
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
@@ -29,6 +30,7 @@ from tightfit.cli.resuming import ResumingCommand
 from tightfit.cli.sample import sample
 from tightfit.cli.serve import serve
 from tightfit.cli.train import train
+from tightfit.durable import NO_ROOM
 from tightfit.errors import UserError
 
 TRAIN_EXTRA = {"torch", "numpy", "safetensors", "tokenizers", "transformers", "torchdata", "pyarrow", "matplotlib"}
@@ -98,4 +100,11 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) has gone; say nothing more
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        with suppress(OSError):
+            sys.stdout.close()  # what it still holds cannot be written either
+        print(f"tightfit: cannot write the output: {error.strerror}; make room and run the same again", file=sys.stderr)
+        sys.exit(2)
     sys.exit(0)

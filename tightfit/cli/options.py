@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
 from tightfit.errors import UserError
 
@@ -59,4 +60,14 @@ def refuse_given(options: Any, names: tuple[str, ...], reason: str) -> None:
         value = getattr(options, field.name)
         if field.name in names and value != field.default:
             told = "given" if value is True else ", ".join(value) if isinstance(value, list) else value
-            raise UserError(f"--{field.name.replace('_', '-')} is {told}, {reason}")
+            raise UserError(f"{_option_name(options, field.name)} is {told}, {reason}")
+
+
+def _option_name(options: Any, name: str) -> str:
+    """What a user calls a field: `--seq` for `sequence_length`, JOB for an argument."""
+    told = get_type_hints(type(options), include_extras=True)[name].__metadata__[0]
+    if isinstance(told, ArgumentInfo):
+        return told.metavar or name.upper()
+    words = (told.default, *(told.param_decls or ()))  # typer takes the first word for a default, until it looks closer
+    long = [word for word in words if isinstance(word, str) and word.startswith("--")]
+    return long[0] if long else f"--{name.replace('_', '-')}"

@@ -1,10 +1,12 @@
 """`tightfit picture`: memory, ZeRO stages, timelines and pipeline schedules, drawn."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tightfit.cli.options import refuse_given, takes_options
 from tightfit.cli.outputs import is_picture, refuse_foreign
 
 if TYPE_CHECKING:
@@ -60,10 +62,13 @@ def memory(
     \b
     tightfit picture memory --model llama-3.1-8b --model llama-3.1-70b --on H100-80GB --out memory.png
     """
+    from tightfit.errors import UserError
     from tightfit.jobs.levers import Levers
     from tightfit.models.resolve import resolve_spec
     from tightfit.report.memory import LENGTHS, draw_memory
 
+    if layer == "classic" and checkpoint_every:
+        raise UserError(f"--checkpoint-every is {checkpoint_every}, but a classic layer keeps all; leave one out")
     names = model or ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
     specs = {name: resolve_spec(name) for name in names}
     levers = Levers(checkpoint_every=checkpoint_every)
@@ -131,29 +136,37 @@ def timeline(
     typer.echo(f"picture in {out}")
 
 
-@picture.command()
-def pipeline(
-    out: Out,
-    ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 8,
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """What was asked."""
+
+    out: Out
+    ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 8
     schedule: Annotated[
         list[str] | None,
         typer.Option("--schedule", help="Only gpipe, 1f1b, interleaved, zero-bubble, zb-v or 2bw. May be repeated."),
-    ] = None,
+    ] = None
     run: Annotated[
         Path | None, typer.Option(help="Draw what the ranks of this run did, as recorded in its third step.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@picture.command()
+@takes_options
+def pipeline(options: PipelineOptions) -> None:
     """Pipeline schedules with their bubbles: who works on which micro-batch when.
 
     \b
     tightfit picture pipeline --ranks 4 --micro-batches 8 --out pipeline.png
     tightfit picture pipeline --run runs/mine --out pipeline.png
     """
-    if run is not None:
+    out = options.out
+    if options.run is not None:
         from tightfit.report.pipeline import draw_record, read_record
 
-        record = read_record(run)
+        refuse_given(options, ("ranks", "micro_batches", "schedule"), "but a run has its own; leave it or --run out")
+        record = read_record(options.run)
         draw_record(record, out)
         typer.echo(
             f"{record.schedule}: ranks waited {record.waited:.1%} of the time, the formula says {record.formula:.1%}"
@@ -162,7 +175,7 @@ def pipeline(
     from tightfit.report.pipeline import draw_pipeline
     from tightfit.report.pipeline_schedule import SCHEDULES, checked
 
-    idle = draw_pipeline(checked(schedule or SCHEDULES), ranks, micro_batches, out)
+    idle = draw_pipeline(checked(options.schedule or SCHEDULES), options.ranks, options.micro_batches, out)
     for name, share in idle.items():
         typer.echo(f"{name}: ranks wait {share:.1%} of the time")
     typer.echo(f"picture in {out}")

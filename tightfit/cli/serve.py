@@ -1,5 +1,6 @@
 """`tightfit serve`: an OpenAI-compatible server."""
 
+import os
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 LARGEST = 10**9
 """Of a number of GiB, MiB or seconds."""
+API_KEY = "TIGHTFIT_API_KEY"
 SERVE_EXTRA = "pip install 'tightfit[serve]'"
 OF_EXPORTS = ("on", "weights", "image", "out")
 OF_OUR_SERVER = (
@@ -50,9 +52,9 @@ class ServeOptions:
     adapter: Annotated[
         list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
     ] = None
-    api_key: Annotated[
-        str | None, typer.Option(envvar="TIGHTFIT_API_KEY", help="Clients have to send it as their API key.")
-    ] = None
+    api_key: Annotated[str | None, typer.Option(envvar=API_KEY, help="Clients have to send it as their API key.")] = (
+        None
+    )
     max_sequences: MaxSequences = 64
     max_length: Annotated[int | None, typer.Option(help="Tokens of a prompt and its answer.", min=2)] = None
     step_tokens: Annotated[int, typer.Option(help="Tokens a step computes at most.", min=1)] = 2048
@@ -133,11 +135,17 @@ def _check(options: ServeOptions) -> None:
         _check_invariant(options)
     if options.export is not None and options.skip:
         raise UserError(f"--skip is {options.skip}, which vLLM does not have; use --draft or --lookup with --export")
+    if not options.guessing_options:
+        refuse_given(options, ("guesses",), "but nobody guesses; add --draft, --lookup or --skip or leave it out")
     _check_sizes(options)
+    if (key := options.api_key) is not None and (not key.isprintable() or key != key.strip() or not key):
+        raise UserError("--api-key is empty, or has spaces around it or what no header can carry; give another key")
     if options.export is None:
         refuse_given(options, OF_EXPORTS, "which is about --export; add that or leave it out")
     else:
         refuse_given(options, OF_OUR_SERVER, "which is about our own server; leave it or --export out")
+        if options.api_key not in (None, os.environ.get(API_KEY)):
+            raise UserError("--api-key is given, but no key is written to a file; set VLLM_API_KEY where vLLM runs")
 
 
 def _check_invariant(options: ServeOptions) -> None:

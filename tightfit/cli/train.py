@@ -1,12 +1,12 @@
 """`tightfit train`: run a job."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tightfit.cli.options import takes_options
+from tightfit.cli.options import refuse_given, takes_options
 from tightfit.cli.resuming import StartOptions
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def train(options: TrainOptions) -> None:
         from tightfit.jobs.fields import field_rows
         from tightfit.report.tables import print_fields
 
+        names = tuple(field.name for field in fields(options) if field.name not in ("fields", "as_json"))
+        refuse_given(options, names, "but --fields only lists what a job may have; leave one of them out")
         return print_fields(list(field_rows()), as_json=options.as_json)
     from tightfit.jobs.load import default_job
     from tightfit.plan.job import read_job
@@ -79,7 +81,8 @@ def train(options: TrainOptions) -> None:
     overrides = options.overrides
     job, plan = (default_job(overrides), None) if options.job is None else read_job(options.job, overrides)
     if options.dry_run:
-        return show_dry_run(job, options.start, as_json=options.as_json)
+        _memory_bytes(options)
+        return show_dry_run(job.model_copy(update={"fit": options.fit or job.fit}), options.start, options.as_json)
     _run(job, plan, options)
 
 
@@ -112,16 +115,21 @@ def _run(job: "Job", plan: "Plan | None", options: TrainOptions) -> None:
 
 def _fitted(job: "Job", options: TrainOptions) -> "Fitted | None":
     """The job with levers that fit this machine, or the memory that the options leave of it; None if not asked for."""
-    from tightfit.hardware.sizes import parse_bytes
     from tightfit.train.fitting import cap_memory, fit_job
 
-    cap_bytes = None if options.memory is None else parse_bytes(options.memory, "--memory")
+    cap_bytes = _memory_bytes(options)
     if cap_bytes is not None:
         cap_memory(cap_bytes)
     return fit_job(job, cap_bytes) if options.fit or job.fit else None
 
 
-def show_dry_run(job: "Job", start: dict[str, Any], *, as_json: bool) -> None:
+def _memory_bytes(options: TrainOptions) -> int | None:
+    from tightfit.hardware.sizes import parse_bytes
+
+    return None if options.memory is None else parse_bytes(options.memory, "--memory")
+
+
+def show_dry_run(job: "Job", start: dict[str, Any], as_json: bool = False) -> None:
     """What would run, for both verbs that train."""
     from tightfit.report.dry_run import print_dry_run
     from tightfit.train.dry_run import dry_run

@@ -45,6 +45,15 @@ class Calibration:
         return f"{shape} {hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]}"
 
 
+def refuse_long_rows(length: int, spec: ModelSpec) -> None:
+    """A sentence for rows that the model has no positions for."""
+    if length > spec.max_positions:
+        raise UserError(
+            f"calibration rows of {length} tokens are longer than the model's {spec.max_positions} positions; shorten "
+            "--seq"
+        )
+
+
 def read_calibration(
     model: str,
     spec: ModelSpec,
@@ -57,10 +66,7 @@ def read_calibration(
     progress: bool,
 ) -> Calibration:
     """`samples` whole windows of `length` tokens from the text in `data`; all there are where they are fewer."""
-    if length > spec.max_positions:
-        raise UserError(
-            f"calibration rows of {length} tokens are longer than the model's {spec.max_positions} positions"
-        )
+    refuse_long_rows(length, spec)
     tokenizer = load_source_tokenizer(model)
     store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=spec.vocab_size, field=field, progress=progress)
     rows = PackedText(store, length, separate_documents=False)

@@ -33,11 +33,10 @@ from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
-from tightfit.models.loading import load_source_tokenizer
+from tightfit.models.loading import find_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer
 
 PLAIN_DTYPE = torch.float16
 EMBEDDING, HEAD = 0, 1
@@ -73,6 +72,7 @@ class _Compression:
         self.written_spec = self._rotated()
         self.schemes = self._chosen_schemes()
         self.form = choose_format(self.schemes, job.format, job.recipe)
+        self.tokenizer = find_source_tokenizer(job.model)
         self.config = self._config()  # refused before any text is read, if it cannot be said
         self.calibration = job.read_calibration(self.spec) if job.data else None
         writes = self.calibration is None and job.recipe.is_calibrated
@@ -130,7 +130,7 @@ class _Compression:
         return self.form.name if self.schemes else "float16"
 
     def _config(self) -> dict[str, Any]:
-        tokenizer = self._tokenizer()
+        tokenizer = self.tokenizer
         special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         config = config_from_spec(self.written_spec, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
         if not self.schemes:
@@ -139,12 +139,6 @@ class _Compression:
         self.form.check(theirs)
         self.form.check_shapes(theirs, module_shapes(self.written_spec))
         return {**config, "quantization_config": self.form.config(theirs, plain)}
-
-    def _tokenizer(self) -> Tokenizer | None:
-        try:
-            return load_source_tokenizer(self.job.model)
-        except UserError:
-            return None
 
     def run(self, progress: Progress) -> CompressionReport:
         with self.directory:
@@ -204,7 +198,7 @@ class _Compression:
         return through(model, index, stream)
 
     def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
-        folder, tokenizer = self.directory.path, self._tokenizer()
+        folder, tokenizer = self.directory.path, self.tokenizer
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:

@@ -1,32 +1,31 @@
 """A compressed model in another program's layout: the same codes, packed as that program expects them."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.compress.format_choice import choose_format
 from tightfit.compress.recipe import Recipe
-from tightfit.durable import durable_directory, refuse_existing
+from tightfit.durable import durable_directory, require_new
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
-from tightfit.models.loading import load_source_tokenizer, source_spec, verify_weights
+from tightfit.models.loading import find_source_tokenizer, source_spec, verify_weights
 from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.resolve import read_config
 from tightfit.models.saving import Export, writing_new
+from tightfit.models.tensor_file import save_tensors
 
 SHARD_BYTES = 2 * 10**9
 
 
 def convert(source: str, target: Path, form_name: str) -> Export:
     """Write the compressed model at `source` to the new directory `target` in another layout."""
-    refuse_existing(target)
+    require_new(target)
     path = Path(source)
     if not path.is_dir() or not is_quantized(path):
         raise UserError(f"{source} has no codes to write as {form_name}; quantize it first with tightfit compress")
@@ -41,11 +40,12 @@ def convert(source: str, target: Path, form_name: str) -> Export:
         if not files.is_coded(name) and ".layers." in name and len(files.shapes[link.ours[0]].shape) > 1
     )
     config = {**read_config(path / "config.json"), "quantization_config": form.config(schemes, plain)}
+    tokenizer = find_source_tokenizer(source)
     with writing_new(target), durable_directory(target) as folder:
         _write(folder, files, form)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        with suppress(UserError):  # a model without tokenizer stays one
-            load_source_tokenizer(source).save(folder)
+        if tokenizer is not None:
+            tokenizer.save(folder)
         write_checksums(folder)
     written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     return Export(target, files.spec.params(), written)
@@ -84,5 +84,5 @@ def _shard_name(number: int) -> str:
 
 
 def _save(folder: Path, number: int, tensors: dict[str, Tensor]) -> list[str]:
-    save_file(tensors, folder / _shard_name(number), metadata={"format": "pt"})
+    save_tensors(tensors, folder / _shard_name(number), metadata={"format": "pt"})
     return list(tensors)

@@ -26,10 +26,10 @@ from tightfit.compress.bit_choice import (
     units,
 )
 from tightfit.compress.compression import CompressionJob
-from tightfit.compress.model_parts import require_numbers
+from tightfit.compress.model_parts import NOT_DIVERGED
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
-from tightfit.durable import refuse_existing
+from tightfit.durable import require_new
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import serving_ledger
@@ -37,6 +37,7 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model, source_spec
 from tightfit.models.quantized.held_weights import expanded_bytes
+from tightfit.models.saving import require_float16
 from tightfit.models.spec import ModelSpec
 
 SENSITIVITY_ROWS = 8
@@ -119,7 +120,7 @@ def fit_bits(
     say: Callable[[str], None] = lambda text: None,
 ) -> Fit:
     """Measure sensitivities on some calibration rows and choose bits for one card of `machine`."""
-    refuse_existing(job.out)
+    require_new(job.out)
     spec = source_spec(job.model)
     length = min(4096, spec.max_positions) if context is None else context
     if method not in FITTED_METHODS:
@@ -141,7 +142,7 @@ def fit_bits(
     calibration = job.read_calibration(spec)
     rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
     decoder = load_model(job.model, device=job.device, packed=False).model
-    require_numbers(decoder, job.model)
+    require_float16(decoder, job.model, NOT_DIVERGED)
     widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
     found = measure_sensitivities(decoder, rows, group, widths=widths, say=say)
     choice = best_mix(decoder, rows, found, group, budget)

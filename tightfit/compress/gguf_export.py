@@ -17,14 +17,14 @@ from torch import Tensor
 from tightfit.compress.calibration import read_calibration
 from tightfit.compress.gguf_blocks import CODERS, encode_rows
 from tightfit.compress.gguf_feedback import code_layers
-from tightfit.durable import refuse_existing
+from tightfit.durable import require_new
 from tightfit.errors import UserError
 from tightfit.models.checksums import list_beside, write_file_checksum
 from tightfit.models.gguf.config import ARCHITECTURES, metadata_of
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.gguf.weights import to_gguf
 from tightfit.models.loading import load_model
-from tightfit.models.saving import Export, writing_new
+from tightfit.models.saving import WIDER, Export, require_float16, writing_new
 from tightfit.models.spec import ModelSpec
 
 TYPES: dict[str, tuple[str, str, int]] = {
@@ -91,10 +91,11 @@ def export_gguf(
     device: torch.device,
 ) -> Export:
     """Write the model at `source` as the GGUF file `target`, its codes chosen for the inputs that `data` gives."""
-    refuse_existing(target)
+    require_new(target)
     if mixture not in TYPES:
         raise UserError(f"GGUF type {mixture!r} is not written; use one of {', '.join(TYPES)}")
     loaded = load_model(source, packed=False)
+    require_float16(loaded.model, source, WIDER)
     coder = GgufCoder(loaded.model.spec, mixture)
     if data:
         spec = loaded.model.spec

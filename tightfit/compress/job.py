@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.compress.calibration import Calibration, read_calibration, refuse_long_rows
 from tightfit.compress.own_text import LONGEST_ROW as OWN_LONGEST_ROW
 from tightfit.compress.own_text import MOST_ROWS, own_text, writing_dtype
-from tightfit.durable import refuse_existing
+from tightfit.durable import require_new
 from tightfit.errors import UserError
 from tightfit.models.loading import has_weights
 from tightfit.models.spec import ModelSpec
 
 LONGEST_ROW = 2048
 """Tokens of a calibration row where no length was given."""
+DATA_ROWS = 128
+"""Calibration rows of a user's text where no number was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class ShrinkingJob:
     out: Path
     data: tuple[str, ...] = ()
     field: str = "text"
-    samples: int = 128
+    samples: int | None = None
     length: int | None = None
     device: str = "cpu"
     cache: Path = Path("~/.cache/tightfit")
@@ -31,14 +33,17 @@ class ShrinkingJob:
 
     def require(self) -> None:
         """Refuse what can be refused before the model is looked at."""
-        refuse_existing(self.out)
+        require_new(self.out)
         if not has_weights(self.model):
             raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
 
     def own_text_shape(self, spec: ModelSpec) -> tuple[int, int]:
         """Rows and tokens of what the model writes where there is no `data`."""
-        length = OWN_LONGEST_ROW if self.length is None else self.length
-        return min(self.samples, MOST_ROWS), min(length, spec.max_positions)
+        rows = MOST_ROWS if self.samples is None else self.samples
+        if rows > MOST_ROWS:
+            raise UserError(f"--samples is {rows}, but a model writes {MOST_ROWS} at most; lower it or give --data")
+        refuse_long_rows(self.length or 0, spec)
+        return rows, min(OWN_LONGEST_ROW, spec.max_positions) if self.length is None else self.length
 
     @property
     def writing_bytes(self) -> int:
@@ -62,7 +67,7 @@ class ShrinkingJob:
             self.model,
             spec,
             self.data,
-            samples=self.samples,
+            samples=DATA_ROWS if self.samples is None else self.samples,
             length=min(LONGEST_ROW, spec.max_positions) if self.length is None else self.length,
             cache=self.cache,
             field=self.field,

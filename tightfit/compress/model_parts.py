@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from tightfit.compress.rotation import Rotation
-from tightfit.errors import UserError
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import digest_of, load_into, source_spec, verify_source, weights_path
+from tightfit.models.saving import require_float16
 from tightfit.parallel.pipeline_stage import StageSpan, drop_other_stages
+
+NOT_DIVERGED = "take a model that was saved before its training diverged"
 
 
 class ModelParts:
@@ -60,16 +62,5 @@ class ModelParts:
         if self.spec.tied and model.head is not None and model.embed is not None:
             model.head.weight = model.embed.weight
         load_into(model, self.source, verified=False)
-        require_numbers(model, self.name)
+        require_float16(model, self.name, NOT_DIVERGED)
         return model
-
-
-def require_numbers(model: Decoder, source: str) -> None:
-    """Refuse what float16, in which the rest of a compressed model and its scales are written, cannot hold."""
-    for name, tensor in model.state_dict().items():
-        for end in torch.aminmax(tensor):  # both are NaN where anything is
-            if not end.abs() <= torch.finfo(torch.float16).max:
-                raise UserError(
-                    f"{name} of {source} has a weight of {float(end):g}, which no float16 can be, so the model cannot "
-                    "be compressed; take one that was saved before its training diverged"
-                )

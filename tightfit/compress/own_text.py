@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from tightfit.compress.calibration import Calibration
-from tightfit.durable import durable_file
+from tightfit.durable import durable_file, refuse_unwritable
 from tightfit.errors import UserError
 from tightfit.models.generate import Sampling, sample_rows
 from tightfit.models.loading import digest_of, load_model
@@ -45,10 +45,15 @@ def own_text(
     file = cache.expanduser() / f"own-text-{digest_of(model)[:32]}-{rows}x{length}.npy"
     found = _kept(file, rows, length, spec.vocab_size)
     if found is None:
+        refuse_unwritable(file.parent, file)
         found = _written(model, spec, rows, length, device, progress)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with durable_file(file) as temporary, temporary.open("wb") as opened:
-            np.save(opened, found.numpy())
+        try:
+            with durable_file(file) as temporary, temporary.open("wb") as opened:
+                np.save(opened, found.numpy())
+        except OSError as error:
+            raise UserError(
+                f"cannot write {file}: {error.strerror or error}; make room, or name another --cache"
+            ) from error
     return Calibration(found, SOURCE)
 
 

@@ -6,7 +6,6 @@ the file's own metadata; so what exists is finished, and a run killed at any ins
 works there, with the lock of the target held. Work that has finished nothing leaves no directory.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -16,25 +15,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tightfit.durable import durable_file, flush, flush_tree, refuse_existing, sweep
+from tightfit.durable import NO_ROOM, durable_file, flush, flush_tree, require_new, sweep
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
+from tightfit.models.tensor_file import save_tensors
 from tightfit.writer_lock import locked_beside
 
 WORK_FILE = "work.json"
-ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk says that has no room left, or none for this user or for a file of this size."""
 
 
 class WorkingDirectory:
     """Unfinished work for `target`, of `shards` files; `with` it, ours alone."""
 
     def __init__(self, target: Path, work: dict[str, Any], shards: int) -> None:
-        refuse_existing(target)
+        require_new(target)
         self.target, self.work, self.shards = target, work, shards
         self.path = target.parent / f".compressing-{target.name}"
         self._held = ExitStack()
@@ -62,7 +59,7 @@ class WorkingDirectory:
             yield
         except (OSError, SafetensorError) as error:
             number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or error
-            has_room = isinstance(error, OSError) and number not in ROOM  # safetensors tells no number
+            has_room = isinstance(error, OSError) and number not in NO_ROOM  # safetensors tells no number
             fix = "choose another place" if has_room else "make room and run the same again"
             raise UserError(f"cannot write {path or self.path}: {reason}; {fix}") from error
 
@@ -102,7 +99,7 @@ class WorkingDirectory:
         """Write a shard, with notes that `notes` gives back."""
         metadata = {"format": "pt"} | ({"tightfit": json.dumps(notes)} if notes else {})
         with self.writing(self.shard(number)), durable_file(self.shard(number)) as temporary:
-            save_file(tensors, temporary, metadata=metadata)
+            save_tensors(tensors, temporary, metadata=metadata)
 
     def notes(self, number: int) -> dict[str, Any]:
         """What was noted with a shard."""

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.models.base_model import BASE_FILE, FORMAT, BaseModel
@@ -38,6 +37,7 @@ from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
+from tightfit.models.tensor_file import save_tensors
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
 """A and B by the name of our layer."""
@@ -83,7 +83,7 @@ def write_adapter(
         "inference_mode": True,
     }
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / BASE_FILE).write_text(json.dumps({"format": FORMAT, **asdict(base)}, indent=1) + "\n", encoding="utf-8")
 
 

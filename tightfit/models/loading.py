@@ -278,11 +278,16 @@ def load_source_tokenizer(source: str) -> Tokenizer:
             f"{source} is a preset, a shape without tokenizer; set tokenizer.source to train, or to a directory that "
             "has one"
         )
-    path = _located(source)
-    tokenizer = load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
+    tokenizer = find_source_tokenizer(source)
     if tokenizer is None:
         raise UserError(f"{source} has no tokenizer; name a directory that has one")
     return tokenizer
+
+
+def find_source_tokenizer(source: str) -> Tokenizer | None:
+    """The same, or None where none comes with it; one that is damaged is an error all the same."""
+    path = _located(source)
+    return load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
 
 
 def checkpoints_of(run: Path) -> list[Path]:

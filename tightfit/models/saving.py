@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tightfit.durable import durable_directory, refuse_existing
+from tightfit.durable import durable_directory, require_new
 from tightfit.errors import UserError
 from tightfit.models.base_model import is_adapted
 from tightfit.models.checksums import list_beside, write_checksums, write_file_checksum
@@ -26,6 +26,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.writer_lock import locked_beside
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
+WIDER = "choose --dtype bf16 or fp32"
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -57,10 +58,12 @@ def export_model(
     source: str, target: Path, *, form: Literal["hf", "gguf"], dtype: ExportDtype, verified: bool = True
 ) -> Export:
     """Load the model at `source` and write it to `target`, which must not exist."""
-    refuse_existing(target)
+    require_new(target)
     if form == "hf" and dtype == "q8_0":
         raise UserError("dtype q8_0 is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
     loaded = load_model(source, packed=False, verified=verified)
+    if dtype in ("fp16", "q8_0"):
+        require_float16(loaded.model, source, WIDER)
     with writing_new(target):
         if form == "hf":
             with durable_directory(target) as folder:
@@ -76,9 +79,17 @@ def export_model(
     return Export(target, loaded.model.spec.params(), sum(path.stat().st_size for path in files))
 
 
+def require_float16(model: Decoder, source: str, remedy: str) -> None:
+    """Refuse weights that float16 cannot hold, in which they or the scales of their codes are to be written."""
+    for name, tensor in model.state_dict().items():
+        for end in torch.aminmax(tensor):  # both are NaN where anything is
+            if not end.abs() <= torch.finfo(torch.float16).max:
+                raise UserError(f"{name} of {source} has a weight of {float(end):g}, which no float16 can be; {remedy}")
+
+
 def export_adapter(source: str, target: Path, *, verified: bool = True) -> Export:
     """Write the adapter of the run or checkpoint `source` to `target` as PEFT has it, without its model."""
-    refuse_existing(target)
+    require_new(target)
     path = weights_path(source)
     if not is_adapted(path):
         raise UserError(f"{source} is a model and no adapter; leave --format peft out, or name a run of adapters")
@@ -100,7 +111,7 @@ def writing_new(target: Path) -> Iterator[None]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
-            refuse_existing(target)  # which another may have made meanwhile
+            require_new(target)  # which another may have made meanwhile
             yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

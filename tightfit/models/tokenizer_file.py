@@ -41,8 +41,10 @@ KNOWN_PATTERNS = frozenset(
     }
 )
 """GPT-2's, Llama-3's, Qwen's and T5's expressions, which need no trial."""
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 SIDE_FILES = (
-    "tokenizer_config.json",
+    SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.json",
@@ -59,15 +61,15 @@ SIDE_FILES = (
 
 def check_tokenizer_files(directory: Path) -> None:
     """Refuse what would take more than a tokenizer does; the rest of the mistakes the library finds itself."""
-    for path in (directory / name for name in SIDE_FILES):
-        if path.exists() and require_regular(path) > LARGEST_BYTES:
+    for path in (directory / name for name in (*SIDE_FILES, TOKENIZER)):
+        if path.exists() and _size(path) > LARGEST_BYTES:
             raise UserError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB, which no tokenizer's file is")
-    path = directory / "tokenizer.json"
+    if (directory / SETTINGS).exists():
+        _read_object(directory / SETTINGS)
+    path = directory / TOKENIZER
     if not path.exists():
         return
-    content = read_json(path, LARGEST_BYTES, "a tokenizer", remedy="get or write it again")
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not the description of a tokenizer; get or write it again")
+    content = _read_object(path)
     _check_vocabulary(content, path)
     steps = [step for part in ("normalizer", "pre_tokenizer", "decoder") for step in _steps(content.get(part))]
     _check_steps(steps, path)
@@ -77,6 +79,20 @@ def check_tokenizer_files(directory: Path) -> None:
             f"{path} splits or replaces by {unknown[0][:80]!r}, which takes more than {TRIAL_SECONDS:.0f} s or fails "
             f"on {TRIAL_CHARACTERS:,} characters; use an expression without nested repetitions"
         )
+
+
+def _size(path: Path) -> int:
+    try:
+        return require_regular(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; get or write it again") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    content = read_json(path, LARGEST_BYTES, "a tokenizer", remedy="get or write it again")
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not the description of a tokenizer; get or write it again")
+    return content
 
 
 def _check_vocabulary(content: dict[str, Any], path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.durable import durable_file
+from tightfit.durable import durable_file, refuse_unwritable
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.memory.ledger import Ledger
@@ -82,7 +82,7 @@ def measure_job(job: Job, steps: int, *, quiet: bool = False) -> MeasuredRun:
     """Run `steps` steps of `job` as one of its ranks, and measure memory."""
     if sentence := job.refusal():
         raise UserError(sentence)
-    _refuse_unwritable(job.output)
+    refuse_unwritable(job.output, job.output)
     if job.engine != "tightfit":
         raise UserError(f"engine is {job.engine}, whose tensors cannot be told apart; measure with -o engine=tightfit")
     with init_distributed(job.layout, choose_device(job.device)) as (mesh, device):
@@ -114,12 +114,6 @@ def _measured(job: Job, steps: int, device: torch.device, mesh: DeviceMesh | Non
         measuring=measuring,
         rank=prepared.ranks.process,
     )
-
-
-def _refuse_unwritable(output: Path) -> None:
-    """Checked before anything slow: the output must be a directory."""
-    if output.exists() and not output.is_dir():
-        raise UserError(f"cannot write output {output}: it is not a directory; choose another with -o output=DIRECTORY")
 
 
 def _claim_tensors(measuring: Measuring, prepared: Prepared) -> None:

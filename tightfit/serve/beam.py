@@ -98,8 +98,15 @@ class BeamSearch:
         return each.logprob / max(1, len(each.tokens)) ** self.length_penalty
 
 
-def refuse_for_beams(request: Request) -> None:
-    """Refuse what a search would pass over: it knows the model's own probabilities and gives one answer."""
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
+"""Settings of how tokens are drawn."""
+
+
+def refuse_for_beams(request: Request, usual: Sampling) -> None:
+    """Refuse what a search would pass over: it knows the model's own probabilities, draws nothing and gives one answer.
+
+    `usual` are the settings that nobody asked for.
+    """
     sampling = request.sampling
     unknown = {
         "n": request.count != 1,
@@ -107,6 +114,7 @@ def refuse_for_beams(request: Request) -> None:
         "a form of the answer": sampling.grammar is not None,
         "penalties": sampling.has_penalties,
         "logit_bias": bool(sampling.logit_bias),
+        **{name: getattr(sampling, name) != getattr(usual, name) for name in DRAWING},
     }
     if found := [name for name, given in unknown.items() if given]:
         raise UserError(

@@ -146,6 +146,8 @@ class Engine:
         if request.adapter is not None and request.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise UserError(f"there is no adapter {request.adapter!r}; there are {known}")
+        if bad := [token for token in request.sampling.logit_bias if token >= spec.vocab_size]:
+            raise UserError(f"logit_bias has token {bad[0]}, but the model's vocabulary is of {spec.vocab_size} tokens")
         if request.sampling.grammar is not None:
             self._matcher(request)
         return request

@@ -41,9 +41,15 @@ SETTINGS = frozenset(each.name for each in fields(Sampling)) - {"grammar", "stop
 class Prompt:
     """One line of the input."""
 
-    id: str
+    source: Path
     line: int
+    id: str
     given: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where it was said, for who has to change it."""
+        return f"{self.source}, line {self.line}"
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -73,7 +79,7 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     given = {"prompt": given} if isinstance(given, str) else given
     if not isinstance(given, dict) or sum(key in given for key in ("prompt", "tokens", "messages")) != 1:
         raise UserError(f"{path}, line {number} needs one of prompt, tokens and messages")
-    return Prompt(str(given.get("id", number)), number, given)
+    return Prompt(path, number, str(given.get("id", number)), given)
 
 
 @dataclass(frozen=True)
@@ -123,12 +129,12 @@ def _is_another_object(line: bytes) -> bool:
         return False
 
 
-def _check_request(engine: Engine, prompt: Prompt, request: Request, path: Path) -> None:
+def _check_request(engine: Engine, prompt: Prompt, request: Request) -> None:
     """Refuse what the engine cannot answer."""
     try:
         engine.check(request)
     except UserError as error:
-        raise UserError(f"{path}, line {prompt.line}: {error}") from None
+        raise UserError(f"{prompt.place}: {error}") from None
 
 
 def asked_digest(request: Request, beams: int) -> str:
@@ -141,7 +147,7 @@ def asked_digest(request: Request, beams: int) -> str:
     return hashlib.blake2b(json.dumps((*asked, beams)).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path) -> Request:
+def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling) -> Request:
     """What the engine is asked for one line."""
     given = prompt.given
     changes = {key: given[key] for key in SETTINGS & given.keys()}
@@ -152,6 +158,8 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
         if isinstance(changes.get("logit_bias"), dict):  # JSON has texts for keys
             changes["logit_bias"] = {_whole("logit_bias", key): bias for key, bias in changes["logit_bias"].items()}
         sampling = replace(base, **changes)
+        if sampling.logprobs is not None:
+            raise UserError(f"logprobs is {sampling.logprobs}, but a file of answers has none; leave it out")
         return Request(
             id=prompt.id,
             prompt=_tokens(given, tokenizer),
@@ -161,7 +169,7 @@ def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling, path: Path)
             adapter=None if given.get("adapter") is None else str(given["adapter"]),
         )
     except UserError as error:
-        raise UserError(f"{path}, line {prompt.line}: {error}") from None
+        raise UserError(f"{prompt.place}: {error}") from None
 
 
 def _whole(name: str, value: Any) -> int:
@@ -188,25 +196,29 @@ def _tokens(given: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     return prompt_tokens(tokenizer, given["prompt"], chat=False)
 
 
-def answer_file(
+def answer_prompts(
     engine: Engine,
-    source: Path,
+    prompts: list[Prompt],
     target: Path,
     sampling: Sampling,
     on_finished: Callable[[int, int], None] = lambda done, total: None,
     beams: int = 1,
 ) -> int:
-    """Answer what `source` asks and `target` has not answered yet; returns how many were answered now.
+    """Answer those that `target` has not answered yet; returns how many were answered now.
 
     With several `beams` no token is drawn: an answer is the likeliest that a beam search finds.
     """
-    prompts = read_prompts(source)
-    requests = _unanswered(engine, prompts, read_finished(target), sampling, beams, source, target)
+    assert engine.tokenizer is not None
+    asking = Asking(target, beams, prompts, [to_request(each, engine.tokenizer, sampling) for each in prompts])
+    for prompt, request in asking.unanswered(read_finished(target)):
+        _check_request(engine, prompt, request)
+        if beams > 1:
+            refuse_for_beams(request, sampling)
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
             finished = read_finished(target)  # as it is now that nobody else writes
-            left = [request for request in requests if request.id not in finished.asked]
+            left = [request for _, request in asking.unanswered(finished)]
             on_finished(len(prompts) - len(left), len(prompts))
             answered = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
             lines = (_line(request, answers, beams) for request, answers in answered)
@@ -214,26 +226,27 @@ def answer_file(
     return len(left)
 
 
-def _unanswered(
-    engine: Engine, prompts: list[Prompt], done: Finished, base: Sampling, beams: int, source: Path, target: Path
-) -> list[Request]:
-    """What is asked of the engine, which it can answer; nothing that was `done` has changed since."""
-    assert engine.tokenizer is not None
-    found = []
-    for prompt in prompts:
-        request = to_request(prompt, engine.tokenizer, base, source)
-        if prompt.id in done.asked:
-            if done.asked[prompt.id] not in (None, asked_digest(request, beams)):
+@dataclass(frozen=True)
+class Asking:
+    """What is asked of the engine by each prompt, answered into `target`."""
+
+    target: Path
+    beams: int
+    prompts: list[Prompt]
+    requests: list[Request]
+
+    def unanswered(self, finished: Finished) -> list[tuple[Prompt, Request]]:
+        """What is not `finished`; a sentence where what is was asked otherwise."""
+        left = []
+        for prompt, request in zip(self.prompts, self.requests, strict=True):
+            if prompt.id not in finished.asked:
+                left.append((prompt, request))
+            elif finished.asked[prompt.id] not in (None, asked_digest(request, self.beams)):
                 raise UserError(
-                    f"{source}, line {prompt.line}: the answer to {prompt.id!r} in {target} is to another prompt or "
-                    "was asked with other settings; ask as before, or name another --out"
+                    f"{prompt.place}: the answer to {prompt.id!r} in {self.target} is to another prompt or was asked "
+                    "with other settings; ask as before, or name another --out"
                 )
-            continue
-        _check_request(engine, prompt, request, source)
-        if beams > 1:
-            refuse_for_beams(request)
-        found.append(request)
-    return found
+        return left
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from tightfit.plan.host_room import refuse_host_shortage, refuse_saving_shortage
 from tightfit.train.checkpoints.directory import Position, read_position
 from tightfit.train.checkpoints.room import refuse_full_disk
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
-from tightfit.train.distillation import check_teacher, teacher_spec
+from tightfit.train.distillation import check_teacher, teacher_source, teacher_spec
 from tightfit.train.precision import choose_precision
 from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
 from tightfit.train.trackers import require_trackers
@@ -93,6 +93,8 @@ def check_run(
     facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
     if job.adapter.rank is not None and saves:
         facts["base"] = _base_digest(job)
+    if (teacher := teacher_source(job)) is not None and saves:
+        facts["teacher"] = digest_of(teacher)
     _refuse_other_facts(job, facts, position, checkpoint, ranks)
     _tell_model(job, spec, precision, device, ranks, say)
     total = total_steps(job, len(data.train))
@@ -214,12 +216,23 @@ def _refuse_other_facts(
             "the processes of this run do not agree on the job or its data; start all of them with the same job file, "
             "overrides and data"
         )
-    if position is not None and position.facts != facts:
-        name = next(key for key in {**facts, **position.facts} if position.facts.get(key) != facts.get(key))
-        raise UserError(
-            f"{checkpoint} was made with {name} {position.facts.get(name)}, this run has {facts.get(name)}; "
-            "resume with the data it was started with"
-        )
+    if position is None:
+        return
+    for name in {**facts, **position.facts}:
+        if (saved := position.facts.get(name)) != (found := facts.get(name)) and not _is_unknown(name, position):
+            raise UserError(
+                f"{checkpoint} was made with {name} {saved}, this run has {found}; resume with the "
+                f"{OWNERS.get(name, 'data')} it was started with"
+            )
+
+
+OWNERS = {"base": "model", "teacher": "teacher"}
+"""What a user has to bring back where a fact of this name has changed."""
+
+
+def _is_unknown(name: str, position: Position) -> bool:
+    """Whether the checkpoint has a teacher and says nothing of it, as those of before the fact was kept."""
+    return name == "teacher" and name not in position.facts and bool(_look_up(position.job, "distill.teacher"))
 
 
 def _spec(job: Job, checkpoint: Path | None) -> ModelSpec:

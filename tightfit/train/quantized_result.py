@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.collectives.shards import whole
@@ -22,6 +21,7 @@ from tightfit.models.quantized.formats.compressed_tensors import CompressedTenso
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.saving import write_config
 from tightfit.models.spec import ModelSpec
+from tightfit.models.tensor_file import save_tensors
 from tightfit.models.tokenizer import Tokenizer
 
 FOLDER = "quantized"
@@ -60,7 +60,7 @@ def write_quantized(run: Path, spec: ModelSpec, parts: QuantizedParts, tokenizer
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config["quantization_config"] = form.config(*module_schemes(spec, schemes))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         if tokenizer is not None:
             tokenizer.save(folder)
         write_checksums(folder)

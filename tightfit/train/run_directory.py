@@ -22,7 +22,7 @@ from typing import Literal
 
 import yaml
 
-from tightfit.durable import discard_directory, durable_file, flush, sweep
+from tightfit.durable import discard_directory, durable_file, flush, refuse_unwritable, sweep
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.paths import JOB_FILE, MARK, is_run_file
@@ -63,7 +63,7 @@ class Decision:
 
 def decide(output: Path, start: Start) -> Decision:
     """What `start` means in `output`, or a sentence; nothing is written."""
-    _refuse_unwritable(output)
+    refuse_unwritable(output, output)
     refuse_if_locked(output)
     try:
         return _decision(output, start)
@@ -102,19 +102,6 @@ def _resumed(output: Path, found: list[Path], start: Start) -> Decision:
     if chosen is None:
         raise UserError(f"{output} has no checkpoint {name}; there are {', '.join(path.name for path in found)}")
     return Decision(chosen, tuple(found[found.index(chosen) + 1 :]))
-
-
-def _refuse_unwritable(output: Path) -> None:
-    """Found out without writing: the nearest directory that exists must take new entries."""
-    place = output
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise UserError(f"cannot write output {output}: {place} is not a directory; choose a writable directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        on_read_only_disk = os.statvfs(place).f_flag & os.ST_RDONLY
-        why = f"the disk of {place} is read-only" if on_read_only_disk else f"no permission to write in {place}"
-        raise UserError(f"cannot write output {output}: {why}; choose a writable directory")
 
 
 def recover(output: Path) -> None:

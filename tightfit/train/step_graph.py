@@ -9,6 +9,9 @@ tokens, labels, documents, divisor, loss scale.
 There are two graphs, in one pool of memory: of the first micro-batch of a step, whose backward makes the gradients, and
 of the others, which add to these. Gradients stay in that pool, where the update has read them before the next replay
 writes there again. Norm and update are launched as ever, while the card is busy with the graph.
+Where weights are updated inside backward, the graph is the whole step, and what changes from one step to the next, the
+learning rate and what depends on the number of the update, is in tensors as well. The host learns of a loss that is not
+finite when all is over: the updates know it before (backward_update.py), and change nothing.
 The pool is as large as what forward and backward need; an evaluation, which needs memory as well, calls `release`, and
 the next step is captured anew. A step unlike the one before (with packed documents or without) is launched kernel by
 kernel, and captured if the next one is like it.
@@ -17,6 +20,7 @@ kernel, and captured if the next one is like it.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,9 +33,12 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.cuda_graph import may_capture
 from tightfit.jobs.workload import Workload
 from tightfit.kernels.capture import capturing
+from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.plan.cost import Costs
 from tightfit.train.optimizer.adamw import MasterAdamW
-from tightfit.train.step import Batch, inputs, objective
+from tightfit.train.optimizer.backward_update import BackwardUpdate
+from tightfit.train.optimizer.updaters import ChangingNumbers
+from tightfit.train.step import Batch, inputs, objective, require_finite
 
 Arguments = dict[str, Tensor | None]
 """What the model is called with; documents may be None."""
@@ -50,6 +57,8 @@ class _Places:
     """Of these, the micro-batch's: what its auxiliary loss is multiplied by."""
     scale: Tensor
     loss: Tensor
+    norm: Tensor
+    """Of all gradients, where the graph updates weights too."""
 
     def fill(self, arguments: Arguments, divisor: int, share: float, scale: float) -> None:
         for name, place in self.arguments.items():
@@ -89,10 +98,7 @@ class StepGraph:
         So are the first step, one that is unlike the one before, and all where memory is too short for a graph.
         """
         passed = [inputs(batch, self.device) for batch in batches]
-        key = _key(passed)
-        if key is None or key != self._last_key or self._gave_up:
-            self.release()
-            self._last_key = key
+        if not self._is_like_last(passed):
             return None
         mean = torch.zeros((), device=self.device)
         try:
@@ -102,14 +108,27 @@ class StepGraph:
                 graph.replay()
                 mean += places.loss
         except RuntimeError as error:  # nothing is lost: no weight has changed
-            if not isinstance(error, torch.OutOfMemoryError):
-                warnings.warn(f"a step cannot be captured ({error}); it is launched kernel by kernel", stacklevel=2)
-            self._give_up()
+            self._give_up(error)
             return None
         self._place_gradients()
         return mean
 
-    def _give_up(self) -> None:
+    def update(self, batch: Batch, lr: float) -> tuple[float, float, int] | None:
+        """A step of one micro-batch that is updated inside backward."""
+        raise NotImplementedError
+
+    def _is_like_last(self, passed: Sequence[Arguments]) -> bool:
+        """Whether this step can be a graph; else all are released."""
+        key = _key(passed)
+        if key is None or key != self._last_key or self._gave_up:
+            self.release()
+            self._last_key = key
+            return False
+        return True
+
+    def _give_up(self, error: RuntimeError) -> None:
+        if not isinstance(error, torch.OutOfMemoryError):
+            warnings.warn(f"a step cannot be captured ({error}); it is launched kernel by kernel", stacklevel=3)
         self._gave_up = True
         for weight in self._weights:
             weight.grad = None
@@ -120,17 +139,15 @@ class StepGraph:
 
         What is missing is captured before anything is replayed: if a capture fails, no expert's load has been counted.
         """
-        if self._places is None:
-            torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
-            self._pool, self._places = torch.cuda.graph_pool_handle(), self._new_places(passed[0])
+        places = self._places or self._prepared(passed[0])
         if self._first is None:
-            self._first = self._captured(self._places)
+            self._first = self._captured(places)
             self._gradients = [weight.grad for weight in self._weights]
         if len(passed) > 1 and self._further is None:
             self._place_gradients()
-            self._further = self._captured(self._places)
+            self._further = self._captured(places)
         others = [] if self._further is None else [self._further] * (len(passed) - 1)
-        return self._first, others, self._places
+        return self._first, others, places
 
     def _captured(self, places: _Places) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -140,14 +157,89 @@ class StepGraph:
             places.loss.copy_(output.loss.detach())
         return graph
 
-    def _new_places(self, arguments: Arguments) -> _Places:
-        one = torch.ones(4, device=self.device)
+    def _prepared(self, arguments: Arguments) -> _Places:
+        """A new pool, and what graphs there read and write."""
+        torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
+        self._pool = torch.cuda.graph_pool_handle()
         copies = {name: None if value is None else value.clone() for name, value in arguments.items()}
-        return _Places(copies, *one.unbind())
+        self._places = _Places(copies, *torch.ones(5, device=self.device).unbind())
+        return self._places
 
     def _place_gradients(self) -> None:
         for weight, gradient in zip(self._weights, self._gradients, strict=True):
             weight.grad = gradient
+
+
+class UpdatingStepGraph(StepGraph):
+    """A whole step of one micro-batch, whose `updates` are made inside backward."""
+
+    def __init__(self, model: nn.Module, optimizer: MasterAdamW, updates: BackwardUpdate, device: torch.device) -> None:
+        self.optimizer, self.updates = optimizer, updates
+        super().__init__(model, _weights_of(optimizer), device)
+
+    def release(self) -> None:
+        """Give the memory of the graph back."""
+        super().release()
+        self._numbers: ChangingNumbers | None = None
+        self._updated: list[list[int]] = []
+        """1 for each weight of each bucket that the graph updates."""
+
+    def update(self, batch: Batch, lr: float) -> tuple[float, float, int] | None:
+        """The step's loss, gradient norm and counted tokens; None as in `run`.
+
+        Raises NotFiniteError for a loss that is not finite; nothing has changed then.
+        """
+        passed, counts = inputs(batch, self.device), self.optimizer.counts
+        if not self._is_like_last([passed]):
+            return None
+        try:
+            graph, places, numbers = self._whole(passed, lr)
+        except RuntimeError as error:  # nothing is lost: no weight has changed
+            self.optimizer.counts = counts
+            self._give_up(error)
+            return None
+        tokens = int((batch["labels"] != IGNORE).sum())
+        places.fill(passed, max(tokens, 1), share=1.0, scale=1.0)
+        numbers.fill(lr, self._count(counts) + 1)
+        graph.replay()
+        loss, norm = torch.stack([places.loss, places.norm]).tolist()
+        require_finite(loss)
+        self.optimizer.counts = _sums(counts, self._updated)
+        return loss, norm, tokens
+
+    def _whole(self, passed: Arguments, lr: float) -> tuple[torch.cuda.CUDAGraph, _Places, ChangingNumbers]:
+        """The graph of a step, and what it reads."""
+        places = self._places or self._prepared(passed)
+        numbers = self._numbers or self.optimizer.changing_numbers(self.device)
+        if self._first is None:
+            counts = self.optimizer.counts
+            with self.optimizer.reading(numbers):
+                graph = self._captured_step(places, lr)
+            self._updated = _sums(self.optimizer.counts, counts, sign=-1)
+            self.optimizer.counts = counts  # nothing has been updated yet
+            self._count(counts)
+            self._first, self._numbers = graph, numbers
+        return self._first, places, numbers
+
+    def _captured_step(self, places: _Places, lr: float) -> torch.cuda.CUDAGraph:
+        graph, updates = torch.cuda.CUDAGraph(), self.updates
+        with capturing(graph, pool=self._pool, capture_error_mode="thread_local"):
+            updates.begin(lr)
+            output = self.model(**places.arguments, divisor=places.divisor)
+            assert output.loss is not None
+            updates.skip_unless_finite(output.loss.detach())
+            objective(output, places.share).backward()
+            places.norm.copy_(updates.finish())
+            places.loss.copy_(output.loss.detach())
+        return graph
+
+    def _count(self, counts: list[list[int]]) -> int:
+        """How often the weights that the graph updates have been updated before, of which it has one number."""
+        pairs = zip(chain(*counts), chain(*self._updated), strict=True)
+        found = {count for count, is_updated in pairs if is_updated}
+        if len(found) != 1:
+            raise RuntimeError(f"its weights have been updated {sorted(found)} times")
+        return found.pop()
 
 
 def step_graph(
@@ -161,7 +253,11 @@ def step_graph(
     """The graph of `model`'s steps where this GPU would wait for its host to launch them, by the planner's costs."""
     if device.type != "cuda" or not is_captured(workload, layout, levers, device):
         return None
-    return StepGraph(model, [weight for bucket in optimizer.buckets for weight in bucket.parameters], device)
+    if optimizer.in_backward is None:
+        return StepGraph(model, _weights_of(optimizer), device)
+    if optimizer.settings.l1:  # which the host multiplies by the learning rate
+        return None
+    return UpdatingStepGraph(model, optimizer, optimizer.in_backward, device)
 
 
 def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torch.device) -> bool:
@@ -172,6 +268,15 @@ def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torc
     except UserError:
         return may_capture(workload, layout, levers)
     return Costs(workload, machine).of(layout).is_captured(levers)
+
+
+def _weights_of(optimizer: MasterAdamW) -> list[Tensor]:
+    return [weight for bucket in optimizer.buckets for weight in bucket.parameters]
+
+
+def _sums(counts: list[list[int]], others: list[list[int]], sign: int = 1) -> list[list[int]]:
+    """Of both, bucket by bucket and weight by weight."""
+    return [[a + sign * b for a, b in zip(*pair, strict=True)] for pair in zip(counts, others, strict=True)]
 
 
 def _key(passed: Sequence[Arguments]) -> Key | None:

@@ -162,7 +162,8 @@ def small(path: Path, numbers: dict, tensors: dict[str, tuple[int, ...]], archit
             adders[type(value)](key, value)
     for name, shape in (SMALL | tensors).items():
         if shape is not None:
-            writer.add_tensor(name, np.full(shape, 3.0 if name == "rope_freqs.weight" else 1.0, np.float32))
+            odd = name == "rope_freqs.weight"  # long waves as they are and short ones stretched
+            writer.add_tensor(name, np.full(shape, [3.0, 1.0] if odd else 1.0, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,14 +21,14 @@ from tests.models.test_tokenizer import AWKWARD, CORPUS
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.generate import Sampling, generate
-from tightfit.models.gguf.config import WRITTEN, gguf_spec
+from tightfit.models.gguf.config import TRAINED, WRITTEN, gguf_spec, llama3_divisors, llama3_rule
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import KINDS, GgufDtype, load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, train_tokenizer
 
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_theta": 500_000.0,
     "rope_scaling": {
         "rope_type": "llama3",
@@ -204,6 +204,32 @@ def test_llama_cpp_runs_what_we_write(name: str, tokenizer: Tokenizer, tmp_path:
     with llama_cpp(path) as reference:
         assert [reference.tokenize(text) for text in AWKWARD] == tokenizer.encode_many(AWKWARD)
         assert reference.greedy(prompt, 12) == [step[0] for step in steps]
+
+
+@pytest.mark.parametrize("trained", [16, 2048, 8192, 131_072])
+@pytest.mark.parametrize(("factor", "low", "high"), [(8.0, 1.0, 4.0), (8.0, 2.0, 3.0), (32.0, 0.5, 50.0), (3.0, 9, 90)])
+@pytest.mark.parametrize("pairs", [1, 2, 4, 64])
+def test_llama_3_s_rope_comes_back_whatever_its_constants(
+    factor: float, low: float, high: float, trained: int, pairs: int
+) -> None:
+    """Constants other than those of Meta's models were written, and refused when the file was read."""
+    rule = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, TRAINED: trained}
+    divisors = llama3_divisors(pairs, 500_000.0, rule)
+    read = llama3_rule(divisors, 500_000.0, Path("a.gguf"))
+    np.testing.assert_allclose(llama3_divisors(pairs, 500_000.0, read), divisors, rtol=1e-5)
+    if (low, high, trained, pairs) == (1.0, 4.0, 8192, 64):
+        assert read == {"rope_type": "llama3", **rule}
+
+
+def test_a_file_with_odd_constants_of_llama_3_s_rope_is_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path, constants = tmp_path / "a.gguf", {"low_freq_factor": 2.0, "high_freq_factor": 3.0, TRAINED: 32}
+    config = CASES["llama"] | LLAMA3 | {"vocab_size": 400, "rope_scaling": LLAMA3["rope_scaling"] | constants}
+    model = Decoder(spec_from_config(config, "odd"))
+    write_gguf(model, tokenizer, path, "fp32")
+    read = load_gguf(GgufFile(path), device="cpu", dtype=torch.float32)
+    prompt = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read(prompt).logits, model(prompt).logits, rtol=0, atol=1e-4)
 
 
 def test_the_tokenizer_comes_back(tokenizer: Tokenizer, tmp_path: Path) -> None:

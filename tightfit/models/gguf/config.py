@@ -8,6 +8,7 @@ finished divisors), which tensors mean a bias. Keys that change the computation 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,9 @@ REFUSED = (
 SCALINGS = ("none", "linear", "yarn")
 """Rope scalings that metadata alone can say; Llama-3's and LongRoPE are tensors."""
 TRAINED = "original_max_position_embeddings"
+META_LENGTH = 8192
+"""Positions that every Llama-3 was trained on before its rope was scaled."""
+BLEND_ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +214,8 @@ def _rope(found: dict[str, Any], file: GgufFile, config: dict[str, Any]) -> dict
             "rope_scaling": {"rope_type": "longrope", "attention_factor": factor, **lists},
         }
     if "rope_freqs.weight" in file.tensors:
-        return fields | {"rope_scaling": _llama3(_vector(file, "rope_freqs.weight"), fields["rope_theta"], file)}
+        divisors = _vector(file, "rope_freqs.weight")
+        return fields | {"rope_scaling": llama3_rule(divisors, fields["rope_theta"], file.path)}
     if kind in SCALINGS[1:]:
         scaling = {"rope_type": kind, "factor": found.get("rope.scaling.factor")}
         return fields | {"rope_scaling": scaling | ({} if trained is None else {TRAINED: trained})}
@@ -225,16 +230,44 @@ def _vector(file: GgufFile, name: str) -> NDArray[np.float32]:
     return file.read(name)
 
 
-def _llama3(divisors: NDArray[np.float32], theta: Any, file: GgufFile) -> dict[str, Any]:
-    """Llama-3's scaling rule from the divisors it gave; every published model has 1, 4 and 8192 for the rest of it."""
+def llama3_rule(divisors: NDArray[np.float32], theta: Any, path: Path) -> dict[str, Any]:
+    """Llama-3's scaling rule from the divisors it gave: with the constants of Meta's models, or else with such as give
+    the same."""
     if not isinstance(theta, float | int) or theta <= 1:
-        raise UserError(f"{file.path} has rope base {theta!r}; it must be above 1")
-    factor = float(divisors.max())
-    rule = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    expected = llama3_divisors(len(divisors), float(theta), rule | {TRAINED: 8192.0})
-    if not np.allclose(divisors, expected, rtol=1e-4):
-        raise UserError(f"{file.path} scales its rope by divisors that are not Llama-3's, which is not supported")
-    return {"rope_type": "llama3", **rule, TRAINED: 8192}
+        raise UserError(f"{path} has rope base {theta!r}; it must be above 1")
+    if len(divisors) and np.isfinite(divisors).all() and (divisors > 0).all():
+        for low, high in ((1.0, 4.0), _band(divisors.astype(np.float64), float(theta))):
+            rule = {"factor": float(divisors[-1]), "low_freq_factor": low, "high_freq_factor": high}
+            if 0 < low < high and _gives(rule, divisors, float(theta)):
+                return {"rope_type": "llama3", **rule, TRAINED: META_LENGTH}
+    raise UserError(f"{path} scales its rope by divisors that are not Llama-3's, which is not supported")
+
+
+def _gives(rule: dict[str, float], divisors: NDArray[np.float32], theta: float) -> bool:
+    """Whether these are the divisors of `rule`."""
+    return np.allclose(divisors, llama3_divisors(len(divisors), theta, rule | {TRAINED: META_LENGTH}), rtol=1e-4)
+
+
+@np.errstate(all="ignore")  # of numbers that no rule gives
+def _band(divisors: NDArray[np.float64], theta: float) -> tuple[float, float]:
+    """`low_freq_factor` and `high_freq_factor` of divisors, for models trained on META_LENGTH positions.
+
+    The rule knows the three by their ratios alone. Over 1 / wave the blend of frequencies is a line from 0, at `low` /
+    trained, to 1, at `high` / trained. Where fewer than two waves are blended, several lines give these divisors: one
+    of them is the steepest between neighbours.
+    """
+    inverse_waves = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
+    factor = divisors[-1]
+    blend = (1 / divisors - 1 / factor) / (1 - 1 / factor) if factor != 1 else np.zeros_like(divisors)
+    blend[np.abs(blend) < BLEND_ROUNDING], blend[np.abs(blend - 1) < BLEND_ROUNDING] = 0, 1
+    blended = np.flatnonzero((blend > 0) & (blend < 1))
+    if not blend.any():  # all are divided by the factor
+        return META_LENGTH * float(inverse_waves[0]), 2 * META_LENGTH * float(inverse_waves[0])
+    steepest = int((np.diff(blend) / np.diff(inverse_waves)).argmax())
+    one, other = (blended[0], blended[-1]) if len(blended) > 1 else (steepest, steepest + 1)
+    slope = (blend[one] - blend[other]) / (inverse_waves[one] - inverse_waves[other])
+    low = META_LENGTH * (inverse_waves[one] - blend[one] / slope)
+    return float(low), float(low + META_LENGTH / slope)
 
 
 def llama3_divisors(pairs: int, theta: float, rule: Mapping[str, float]) -> NDArray[np.float32]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.collectives.shards import copy_whole
@@ -27,6 +26,7 @@ from tightfit.models.huggingface.mxfp4 import HALF_BLOCK, packed_names, unpacked
 from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
+from tightfit.models.tensor_file import save_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -102,7 +102,7 @@ def save_weights(
     directory.mkdir(parents=True, exist_ok=True)
     for name, shard in shards.items():
         tensors = {mapping.theirs: _assemble(mapping, state, dtype) for mapping in shard}
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        save_tensors(tensors, directory / name, metadata={"format": "pt"})
     index = directory / INDEX_FILE
     if len(shards) > 1:
         index.write_text(_index(shards, state, dtype), encoding="utf-8")

@@ -146,8 +146,7 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         adapter = served.adapter_of(body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = body.sampling(tokenizer, longest, logprobs, forced_grammar(body))
+        sampling = body.sampling(tokenizer, longest, body.asked_logprobs(), forced_grammar(body))
         prompts = [await asyncio.to_thread(chat_tokens, body, tokenizer, longest)]
         writer = Writer(adapter or served.name, tokenizer, chat=True, reads_calls=bool(offered(body)))
         return await _answered(served, Asking(body, prompts, sampling, writer, adapter), request)

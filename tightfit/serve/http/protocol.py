@@ -186,6 +186,12 @@ class ChatBody(Generation):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def asked_logprobs(self) -> int | None:
+        """How many likeliest tokens are told beside each; None where none is told of at all."""
+        if self.top_logprobs and not self.logprobs:
+            raise UserError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set it or leave both out")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class EmbeddingBody(Lenient):
     """/v1/embeddings"""

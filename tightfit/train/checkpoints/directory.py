@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tightfit.bounded_files import LARGEST_RECORD_BYTES, read_json
@@ -40,6 +39,7 @@ from tightfit.models.loading import checkpoints_of, has_sharded, verify_weights
 from tightfit.models.saving import write_config, write_model
 from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec
+from tightfit.models.tensor_file import save_tensors
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.metrics import METRICS_FILE, read_metrics
@@ -170,7 +170,7 @@ def _write_training_state(folder: Path, states: Mapping[str, Tensor], position: 
     tensors["rng/cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    save_file(tensors, folder / "state.safetensors")
+    save_tensors(tensors, folder / "state.safetensors")
     content = {"format": FORMAT, **position.__dict__}
     (folder / "state.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
