@@ -12,6 +12,7 @@ from tests.compress.test_compression import run
 from tests.compress.test_structured import cut, spec_of, with_biases
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.compress.structured import KeptShape
+from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.models.saving import export_model, write_model
 from tightfit.models.tokenizer import Tokenizer
@@ -35,18 +36,19 @@ CASES: dict[str, tuple[str, Recipe | KeptShape]] = {
     "cut gpt-oss": ("gpt_oss", KeptShape(experts=4, heads=2)),
     "cut DeepSeek": ("deepseek_v3", KeptShape(layers=2, mlp=24)),
 }
-ENGINES: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"speculation": "draft"}}
+GUESSED = ("experts", "several widths", "cut DeepSeek")
+"""Those that are also served with a draft, which is the model they were made of: more shows nothing of guesses."""
 
 
 @pytest.fixture(scope="module", params=CASES)
-def folders(
+def served(
     request: pytest.FixtureRequest,
     tokenizer: Tokenizer,
     text: Path,
     token_cache: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, Path, Path]:
-    """A model, what was made of it, and that in plain numbers."""
+) -> tuple[Path, Path, Any]:
+    """A model, what was made of it, and that in plain numbers as transformers loads it."""
     name, way = CASES[request.param]
     top = tmp_path_factory.mktemp("served")
     (top / "model").mkdir()
@@ -54,18 +56,28 @@ def folders(
     make: Any = cut if isinstance(way, KeptShape) else run
     make(top / "model", top / "small", way, text, token_cache)
     export_model(str(top / "small"), top / "plain", form="hf", dtype="fp32")
-    return top / "model", top / "small", top / "plain"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        top / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
+    return top / "model", top / "small", theirs
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_answers_are_what_transformers_generates(engine: str, folders: tuple[Path, Path, Path]) -> None:
-    original, small, plain = folders
-    config = EngineConfig(max_sequences=3, step_tokens=40, block_size=4, cache_bytes=2**20, **ENGINES[engine])
-    draft = load_model(str(original)).model if engine == "draft" else None
+def test_answers_are_what_transformers_generates(served: tuple[Path, Path, Any]) -> None:
+    _, small, theirs = served
+    assert_answers(theirs, small, None)
+
+
+@pytest.mark.parametrize("served", GUESSED, indirect=True)
+def test_a_draft_changes_no_answer(served: tuple[Path, Path, Any]) -> None:
+    original, small, theirs = served
+    assert_answers(theirs, small, load_model(str(original)).model, speculation="draft")
+
+
+def assert_answers(theirs: Any, small: Path, draft: Decoder | None, **more: Any) -> None:
+    config = EngineConfig(max_sequences=3, step_tokens=40, block_size=4, cache_bytes=2**20, **more)
     sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0)
     asked = [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(PROMPTS)]
     found = Engine(load_model(str(small)).model, None, config, draft=draft).generate(asked)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
     for i, prompt in enumerate(PROMPTS):
         assert_greedy(theirs, prompt, found[str(i)][0].tokens)
 
