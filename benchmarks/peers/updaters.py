@@ -38,18 +38,19 @@ class PeerUpdater:
     """Some torch optimizer as an updater of weights, gradients and moments."""
 
     needs_gradients_in_weight_dtype = True
+    changing: Tensor | None = None
 
     def __init__(
         self, weights: list[Tensor], make: Callable[..., torch.optim.Optimizer], settings: Optimizer, decay: float
     ) -> None:
-        self.weights, self.count = weights, 0
+        self.weights, self.weight_decay, self.counts = weights, decay, [0] * len(weights)
         self.optimizer = make(weights, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
 
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
     ) -> None:
         """Gradients are multiplied first; torchao wants its learning rate in a tensor."""
-        self.count += 1
+        self.counts = [count + 1 for count in self.counts]
         for weight, gradient in zip(self.weights, gradients, strict=True):
             weight.grad = gradient if gradient is None or factor is None else gradient * factor
         for group in self.optimizer.param_groups:
@@ -72,12 +73,12 @@ class PeerUpdater:
         return found
 
     def step(self, index: int) -> Tensor:
-        """All have had the same number."""
-        return torch.tensor(float(self.count))
+        """How often it has been updated."""
+        return torch.tensor(float(self.counts[index]))
 
     def set_step(self, index: int, step: Tensor) -> None:
         """The number that is told; what the peer divides by is in its own states."""
-        self.count = int(step.item())
+        self.counts[index] = int(step.item())
 
     def counters(self) -> list[Tensor]:
         """None on the device."""

@@ -58,5 +58,5 @@ def tiny(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of text."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join(CORPUS) * 6, encoding="utf-8")
+    path.write_text("\n".join(CORPUS) * 2, encoding="utf-8")
     return path

@@ -62,8 +62,8 @@ def outputs(model: Decoder, x: Tensor) -> Tensor:
 
 def test_a_layer_is_closer_to_the_original_on_rows_it_has_not_seen() -> None:
     torch.manual_seed(0)
-    rows = torch.randn(96, 64, SPEC.hidden_size) @ torch.randn(SPEC.hidden_size, SPEC.hidden_size) / 8
-    inputs, held = list(rows[:80].split(40)), rows[80:]
+    rows = torch.randn(48, 64, SPEC.hidden_size) @ torch.randn(SPEC.hidden_size, SPEC.hidden_size) / 8
+    inputs, held = list(rows[:40].split(20)), rows[40:]
     wanted = outputs(random_model(SPEC), held)
     errors = {}
     for method, options in (("gptq", {}), ("round", {"steps": 30})):
@@ -76,11 +76,11 @@ def test_a_layer_is_closer_to_the_original_on_rows_it_has_not_seen() -> None:
 def test_a_layer_makes_up_for_those_before_it() -> None:
     """Inputs that lost a tenth of themselves; the outputs are those of the whole ones."""
     torch.manual_seed(0)
-    rows = torch.randn(96, 64, SPEC.hidden_size) @ torch.randn(SPEC.hidden_size, SPEC.hidden_size) / 8
-    whole, held = list(rows[:80].split(40)), rows[80:]
+    rows = torch.randn(28, 64, SPEC.hidden_size) @ torch.randn(SPEC.hidden_size, SPEC.hidden_size) / 8
+    whole, held = list(rows[:20].split(10)), rows[20:]
     less = [0.9 * x for x in whole]
     wanted = outputs(random_model(SPEC), held)
-    recipe = recipe_of("round", bits=4, group=32, symmetric=False, steps=30)
+    recipe = recipe_of("round", bits=4, group=32, symmetric=False, steps=15)
     errors = []
     for original in ([], whole):
         model = random_model(SPEC)

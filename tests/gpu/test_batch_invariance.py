@@ -13,6 +13,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.engine import Engine
+from tightfit.serve.sampling.sampler import _cumulated
 
 CARD = replace(BASE, block_size=16, cache_bytes=2**26)
 
@@ -55,3 +56,17 @@ def test_latent_attention_has_no_such_kernel() -> None:
     model = Decoder(pair("deepseek_v3").ours.spec).cuda()
     with pytest.raises(UserError, match="no kernel here for this model's attention; use cpu"):
         Engine(model, None, CARD)
+
+
+def test_a_row_is_cumulated_alike_beside_other_work() -> None:
+    """Torch's own scan of one long row adds up in whatever order its blocks end."""
+    chances = torch.rand(1, 128_256, device="cuda").softmax(-1)
+    wanted = _cumulated(chances)
+    exact = chances.double().cumsum(-1)
+    assert (wanted - exact).abs().max() < 1e-6
+    beside, busy = torch.cuda.Stream(), torch.rand(4096, 4096, device="cuda")
+    for _ in range(200):
+        with torch.cuda.stream(beside):
+            busy @ busy
+        assert torch.equal(_cumulated(chances), wanted)
+    torch.cuda.synchronize()

@@ -9,10 +9,12 @@ import torch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.kernels.capture import capturing
 from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.prove.rehearsal import Program, build
+from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.step import NotFiniteError, StepResult, train_step
 from tightfit.train.step_graph import StepGraph
 
@@ -65,7 +67,7 @@ def assert_same(spec: ModelSpec, *, passes: int = 1, packed: bool = False, **set
     assert captured.graph.is_captured
     assert found == expected
     theirs, ours = plain.optimizer.state(), captured.optimizer.state()
-    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert [name for name in theirs if not torch.equal(theirs[name], ours[name])] == []
     pairs = zip(plain.decoder.parameters(), captured.decoder.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -102,6 +104,74 @@ def test_levers(levers: dict[str, Any]) -> None:
 
 def test_packed_documents() -> None:
     assert_same(preset("tiny-llama"), passes=2, packed=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_updates_inside_backward(family: str) -> None:
+    assert_same(preset(family), update_in_backward=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "fp32"},
+        {"precision": "pure-bf16"},
+        {"optimizer_states": "8bit"},
+        {"checkpoint_every": 1},
+        {"matmul": "fp8-tensor"},
+        {"packed": True},
+    ],
+    ids=str,
+)
+def test_updates_inside_backward_with(changes: dict[str, Any]) -> None:
+    assert_same(preset("tiny-llama"), update_in_backward=True, **changes)
+
+
+def test_a_loss_that_is_not_finite_updates_nothing_inside_backward() -> None:
+    spec = preset("tiny-llama")
+    made = program(spec, graph=True, update_in_backward=True)
+    steps(made, spec, 1)
+    assert made.graph is not None
+    assert made.graph.is_captured
+    weights = list(made.decoder.parameters())
+    kept = weights[-1].data.clone()
+    weights[-1].data.fill_(torch.nan)
+    before = [weight.clone() for weight in weights]
+    states = {name: state.clone() for name, state in made.optimizer.state().items()}
+    with pytest.raises(NotFiniteError):
+        train_step(made.module, made.optimizer, batches(9, spec, 1), CUDA, 1e-3, made.scale, graph=made.graph)
+    assert made.graph.is_captured
+    assert all(torch.equal(a, b) for a, b in zip(before[:-1], weights[:-1], strict=True))
+    assert all(torch.equal(state, states[name]) for name, state in made.optimizer.state().items())
+    weights[-1].data.copy_(kept)
+    train_step(made.module, made.optimizer, batches(9, spec, 1), CUDA, 1e-3, made.scale, graph=made.graph)
+    assert all(not torch.equal(a, b) for a, b in zip(before[:-1], weights[:-1], strict=True))
+
+
+def test_random_numbers_are_drawn_after_a_capture_that_failed() -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(4, device=CUDA)
+    torch.manual_seed(3)
+    with pytest.raises(RuntimeError), capturing(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=CUDA).item()
+    assert torch.equal(torch.rand(4, device=CUDA), wanted)
+
+
+def test_an_update_that_cannot_be_captured_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = preset("tiny-llama")
+    plain, made = (program(spec, graph=graph, update_in_backward=True) for graph in (False, True))
+    finish = BackwardUpdate.finish
+
+    def fails(self: BackwardUpdate) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("on purpose")
+        return finish(self)
+
+    monkeypatch.setattr(BackwardUpdate, "finish", fails)
+    expected = steps(plain, spec, 1)
+    with pytest.warns(UserWarning, match="on purpose"):
+        assert steps(made, spec, 1) == expected
+    assert made.optimizer.counts == plain.optimizer.counts
 
 
 def test_a_step_unlike_the_one_before_is_launched_kernel_by_kernel() -> None:

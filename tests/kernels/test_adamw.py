@@ -1,5 +1,7 @@
 """Our AdamW kernels against float64, torch's AdamW and each other's plain path; odd shapes, mixed formats."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -136,3 +138,27 @@ def test_blocks_do_not_cross_rows() -> None:
 
 def test_the_planner_knows_the_width_of_a_block() -> None:
     assert BLOCK_8BIT == WIDTH
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "8bit"])
+def test_numbers_may_be_in_device_memory_and_a_factor_of_nan_changes_nothing(impl: Any, narrow: bool) -> None:
+    start, given = torch.randn(3, 256, device=DEVICE), gradient((3, 256))
+
+    def updated(factor: float, asked: Numbers) -> list[Tensor]:
+        weight = start.clone()
+        if narrow:
+            states = zero_moments(weight, lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=DEVICE))
+            adamw8bit(weight, None, given, *states, torch.tensor(factor, device=DEVICE), asked, impl)
+            return [weight, *states]
+        m, v = torch.zeros_like(weight), torch.zeros_like(weight)
+        adamw(weight, None, given, m, v, torch.tensor(factor, device=DEVICE), asked, impl)
+        return [weight, m, v]
+
+    there = torch.tensor(numbers(7).scalars[:3], device=DEVICE)
+    wanted, found = updated(0.5, numbers(7)), updated(0.5, numbers(1)._replace(on_device=there))
+    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+    assert not torch.equal(wanted[0], start)
+    weight, *states = updated(torch.nan, numbers(7))
+    assert torch.equal(weight, start)
+    assert all(not bool(state.any()) for state in states)

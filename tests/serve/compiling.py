@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tests.slow_halves import compute_in_float32
 from tightfit.collectives.shards import copy_whole
 from tightfit.kernels import operators, overlap, row_norm, triton_support
 from tightfit.models.blank import blank_decoder
@@ -138,6 +139,7 @@ def is_running(compiler: Compiler) -> bool:
 def main() -> None:
     """Print what the tests want to know."""
     pretend()
+    compute_in_float32()
     found: dict[str, Any] = {}
     for name in MODELS:
         made = make_graphs(f"tiny-{name}")

@@ -44,7 +44,7 @@ def running(loaded: LoadedModel, engine: Engine, limits: ServerLimits | None = N
     limits = limits or ServerLimits()
     service = Service(engine, most_requests=limits.requests)
     assert loaded.tokenizer is not None
-    listening = socket.socket()
+    listening = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio does not know it for one, and lets it delay
     listening.bind(("127.0.0.1", 0))
     app = make_app(Served("tiny", service, loaded.tokenizer, limits))
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5))

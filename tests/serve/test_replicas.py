@@ -26,7 +26,7 @@ CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_byte
 
 @contextmanager
 def balanced(ports: list[int]) -> Iterator[tuple[int, Balancer]]:
-    listening = socket.socket()
+    listening = socket.socket(proto=socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
     balancer = Balancer(ports)
     server = uvicorn.Server(uvicorn.Config(balancer, log_level="critical", timeout_graceful_shutdown=5))

@@ -20,7 +20,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
 from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
-from tightfit.train.optimizer.updaters import TorchUpdater
+from tightfit.train.optimizer.updaters import ChangingNumbers, TorchUpdater, adamw_numbers
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, accumulate, train_step
 
@@ -241,3 +241,38 @@ def test_an_optimizer_goes_when_nobody_needs_it() -> None:
     del model, optimizer
     gc.collect()
     assert there() is None
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+def test_updates_that_are_told_the_loss_skip_one_that_is_not_finite(clip_norm: float) -> None:
+    """As a CUDA graph does, which the host cannot stop between forward and backward."""
+    model, optimizer = assembled(Optimizer(lr=1e-2, clip_norm=clip_norm))
+    updates = optimizer.in_backward
+    assert updates is not None
+    train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale())
+    weights, norms = [p.detach().clone() for p in model.parameters()], updates.previous_norms.clone()
+
+    def passed(told: float) -> None:
+        updates.begin(1e-2)
+        updates.skip_unless_finite(torch.tensor(told))
+        accumulate(model, [ragged_batch(4, seed=1)], CPU)
+        updates.finish()
+
+    def changed() -> list[bool]:
+        return [not torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True)]
+
+    for told in (torch.nan, torch.inf):
+        passed(told)
+        assert not any(changed())
+        assert torch.equal(updates.previous_norms, norms)
+    passed(1.0)
+    assert all(changed())
+
+
+def test_numbers_in_device_memory_are_those_of_the_update() -> None:
+    settings = Optimizer(lr=1e-2, betas=(0.9, 0.95))
+    changing = ChangingNumbers(settings, [0.1, 0.0, 0.1], CPU)
+    changing.fill(3e-3, 7)
+    for decay in (0.0, 0.1):
+        wanted = adamw_numbers(settings, 3e-3, weight_decay=decay, step=7).scalars[:3]
+        assert changing.of(decay).tolist() == torch.tensor(wanted).tolist()

@@ -112,6 +112,11 @@ def _loss(levers: "Levers") -> str:
     return f"loss chunks of {levers.loss_chunk_bytes >> 20} MiB" if changed else ""
 
 
+def _changes_by_hand(levers: "Levers") -> bool:
+    """Whether the host passes what changes from update to update, beyond AdamW's own numbers."""
+    return levers.optimizer_states == "factored" or levers.rounding == "stochastic"
+
+
 LEVER_TABLE = (
     LeverRow(
         name="offload",
@@ -196,7 +201,7 @@ LEVER_TABLE = (
         last_resort=True,
         elsewhere=False,
         own_update=lambda levers: levers.update_in_backward,
-        asks_host=lambda levers: levers.update_in_backward,
+        asks_host=lambda levers: levers.update_in_backward and _changes_by_hand(levers),
     ),
     LeverRow(
         name="cuda_graph",

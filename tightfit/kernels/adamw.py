@@ -8,7 +8,8 @@ With gradient g · factor (clipping and unscaling), in float32 whatever the tens
 Torch's fused AdamW needs all of these in one dtype, which means float32 copies of 16-bit gradients, and has no
 stochastic rounding. Here gradients of any dtype are read, and where float32 masters are updated, their 16-bit `copy`
 (the weight that the model computes with) is written in the same pass. `factor` is a tensor, so that the host does not
-wait for it.
+wait for it; where it is NaN, nothing is changed. In a CUDA graph, whose arguments stay as they were captured, so are
+the numbers that change from step to step (`Numbers.on_device`).
 """
 
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class Numbers(NamedTuple):
     key: int | None = None
     first: int = 0
     """Index of the first element in the whole weight, where this is a shard or a chunk of it."""
+    on_device: Tensor | None = None
+    """The first three of `scalars`, float32, for kernels that a graph replays."""
 
     @property
     def scalars(self) -> tuple[float, float, float, float, float, float]:
@@ -81,6 +84,8 @@ def updated_weight(
 ) -> Tensor:
     """The new weight in float32; `m` and `v`, which must be float32, are updated in place."""
     rate, root, kept, beta1, beta2, eps = numbers.scalars
+    if numbers.on_device is not None:
+        rate, root, kept = numbers.on_device.unbind()  # type: ignore[assignment]
     wide = gradient.float() if factor is None else gradient.float() * factor
     m.mul_(beta1).add_(wide, alpha=1 - beta1)
     v.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
@@ -98,6 +103,8 @@ def reference(
     weight: Tensor, copy: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor, factor: Tensor | None, numbers: Numbers
 ) -> None:
     """The reference, in plain torch."""
+    if factor is not None and factor.isnan():
+        return
     wide_m, wide_v = m.float(), v.float()  # the tensors themselves where they are float32
     write(updated_weight(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
     m.copy_(wide_m)
@@ -105,11 +112,23 @@ def reference(
 
 
 @triton.jit
+def changing(numbers_ptr, rate, root, kept):  # type: ignore[no-untyped-def]
+    """The numbers that change from step to step, as given or from device memory."""
+    if numbers_ptr is not None:
+        rate, root, kept = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+    return rate, root, kept
+
+
+@triton.jit
 def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps):  # type: ignore[no-untyped-def]
-    """`updated_weight` inside a kernel, in float32: the new w, m and v."""
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    return w * kept - rate * m / (tl.sqrt(v) * root + eps), m, v
+    """`updated_weight` inside a kernel, in float32: the new w, m and v.
+
+    Which products are rounded is said, not left to the compiler: one kernel for all formats, or in a graph, has the
+    numbers of another.
+    """
+    m = tl.fma(beta1, m, rest1 * g)
+    v = tl.fma(beta2, v, rest2 * g * g)
+    return tl.fma(w, kept, -rate * m / tl.fma(tl.sqrt(v), root, eps)), m, v
 
 
 @triton.jit(do_not_specialize=["key", "first"])
@@ -120,6 +139,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     m_ptr,
     v_ptr,
     factor_ptr,
+    numbers_ptr,
     count,
     rate,
     root,
@@ -134,11 +154,15 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    if factor != factor:
+        return
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
-    g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32)
-    if factor_ptr is not None:
-        g *= tl.load(factor_ptr)
+    g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32) * factor
+    rate, root, kept = changing(numbers_ptr, rate, root, kept)
     w = tl.load(weight_ptr + at, mask=here, other=0).to(tl.float32)
     m = tl.load(m_ptr + at, mask=here, other=0).to(tl.float32)
     v = tl.load(v_ptr + at, mask=here, other=0).to(tl.float32)
@@ -164,6 +188,7 @@ def _launch(
             m,
             v,
             factor,
+            numbers.on_device,
             weight.numel(),
             *numbers.kernel_scalars,
             numbers.signed_key,
@@ -188,9 +213,10 @@ def _run(
     step: int,
     key: int | None,
     first: int,
+    on_device: Tensor | None,
     impl: Impl,
 ) -> None:
-    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first)
+    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first, on_device)
     if weight.numel():
         do = _launch if use_triton(impl, weight) else reference
         do(weight, copy, gradient, m, v, factor, numbers)
@@ -200,7 +226,10 @@ def _fake(weight: Tensor, *others: object) -> None:
     """Everything is updated in place."""
 
 
-NUMBERS = "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int? key, int first, str impl"
+NUMBERS = (
+    "float lr, float beta1, float beta2, float eps, float weight_decay, int step, int? key, int first, "
+    "Tensor? on_device, str impl"
+)
 _adamw = operator(
     "adamw(Tensor(a!) weight, Tensor(b!)? copy, Tensor gradient, Tensor(c!) m, Tensor(d!) v, Tensor? factor, "
     f"{NUMBERS}) -> ()",

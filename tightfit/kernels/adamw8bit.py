@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tightfit.kernels.adamw import NUMBERS, Numbers, bump_version, new_weight, updated_weight, write
+from tightfit.kernels.adamw import NUMBERS, Numbers, bump_version, changing, new_weight, updated_weight, write
 from tightfit.kernels.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.stochastic_rounding import stochastic
@@ -101,6 +101,8 @@ def reference(
     numbers: Numbers,
 ) -> None:
     """The reference, in plain torch; codes are looked up in a table."""
+    if factor is not None and factor.isnan():
+        return
     wide_m, wide_v = dequantized(m, m_scale), dequantized(v, v_scale)
     write(updated_weight(weight, gradient, wide_m, wide_v, factor, numbers), weight, copy, numbers)
     quantize_into(wide_m, m, m_scale)
@@ -117,6 +119,7 @@ def adamw8bit_kernel(  # type: ignore[no-untyped-def]
     v_ptr,
     v_scale_ptr,
     factor_ptr,
+    numbers_ptr,
     width,
     row_blocks,
     all_blocks,
@@ -136,14 +139,18 @@ def adamw8bit_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    if factor != factor:
+        return
     block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     whole = block < all_blocks
     column = (block % row_blocks) * WIDTH + tl.arange(0, WIDTH)[None, :]
     at = (block // row_blocks) * width + column
     here = whole & (column < width)
-    g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32)
-    if factor_ptr is not None:
-        g *= tl.load(factor_ptr)
+    g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32) * factor
+    rate, root, kept = changing(numbers_ptr, rate, root, kept)
     w = tl.load(weight_ptr + at, mask=here, other=0).to(tl.float32)
     m_code = tl.load(m_ptr + at, mask=here, other=0).to(tl.int32)
     v_code = tl.load(v_ptr + at, mask=here, other=0).to(tl.int32)
@@ -189,6 +196,7 @@ def _launch(
             v,
             v_scale,
             factor,
+            numbers.on_device,
             width,
             blocks(width),
             count,
@@ -220,9 +228,10 @@ def _run(
     step: int,
     key: int | None,
     first: int,
+    on_device: Tensor | None,
     impl: Impl,
 ) -> None:
-    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first)
+    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, key, first, on_device)
     if weight.numel():
         do = _launch if use_triton(impl, weight) else reference
         do(weight, copy, gradient, m, m_scale, v, v_scale, factor, numbers)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tightfit.kernels.adamw import Numbers, bump_version, new_weight, reference
+from tightfit.kernels.adamw import Numbers, bump_version, changing, new_weight, reference
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.tensor_table import (
     CHUNK,
@@ -37,7 +37,7 @@ def adamw_list(
 ) -> None:
     """Update weights and moments in place with gradients times `factor`, unless that is NaN; all by one `numbers`."""
     assert numbers.key is None, "adamw_list has no stochastic rounding"
-    _adamw_list(list(weights), list(gradients), list(m), list(v), factor, *numbers[:6], impl)
+    _adamw_list(list(weights), list(gradients), list(m), list(v), factor, *numbers[:6], numbers.on_device, impl)
     bump_version(*weights)
 
 
@@ -46,6 +46,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
     table_ptr,
     tensors,
     factor_ptr,
+    numbers_ptr,
     rate,
     root,
     kept,
@@ -70,6 +71,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
         factor = tl.load(factor_ptr)
     if factor != factor:
         return
+    rate, root, kept = changing(numbers_ptr, rate, root, kept)
     for block in range(0, CHUNK, BLOCK):
         at = first + block + tl.arange(0, BLOCK)
         here = at < size
@@ -92,6 +94,7 @@ def _launch(lists: tuple[list[Tensor], ...], factor: Tensor | None, numbers: Num
                 table,
                 len(part[0]),
                 factor,
+                numbers.on_device,
                 *numbers.kernel_scalars,
                 DTYPE=TRITON_DTYPES[str(part[0][0].dtype)],
                 CHUNK=CHUNK,
@@ -114,17 +117,16 @@ def _run(
     eps: float,
     weight_decay: float,
     step: int,
+    on_device: Tensor | None,
     impl: Impl,
 ) -> None:
-    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step)
+    numbers = Numbers(lr, beta1, beta2, eps, weight_decay, step, on_device=on_device)
     full = [each for each in zip(weights, gradients, m, v, strict=True) if each[0].numel()]
     if not full:
         return
     lists = tuple(list(kind) for kind in zip(*full, strict=True))
     if use_triton(impl, full[0][0]) and are_alike(*lists):
         _launch(lists, factor, numbers)
-        return
-    if factor is not None and factor.isnan():
         return
     for weight, gradient, mean, square in full:
         reference(weight, None, gradient, mean, square, factor, numbers)
@@ -136,7 +138,8 @@ def _fake(*arguments: object) -> None:
 
 _adamw_list = operator(
     "adamw_list(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] m, Tensor(c!)[] v, Tensor? factor, "
-    "float lr, float beta1, float beta2, float eps, float weight_decay, int step, str impl) -> ()",
+    "float lr, float beta1, float beta2, float eps, float weight_decay, int step, Tensor? on_device, "
+    "str impl) -> ()",
     _run,
     _fake,
 )

@@ -2,7 +2,8 @@
 
 One launch per weight means hundreds a step, which take the host longer than the GPU takes to update small weights. The
 table is an int64 tensor of KINDS rows of addresses, then sizes, then the index of each tensor's first program. It is
-made for every launch, as gradients have other addresses each time; a few kilobytes, copied asynchronously.
+made for every launch, as gradients have other addresses each time; a few kilobytes, copied asynchronously (and in a
+CUDA graph, where addresses stay, once).
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tightfit.kernels.capture import sent
 from tightfit.kernels.triton_support import tl, triton
 
 CHUNK = 8192
@@ -27,7 +29,7 @@ def make_table(*kinds: Sequence[Tensor]) -> tuple[Tensor, int]:
     for size in sizes:
         starts.append(starts[-1] + -(-size // CHUNK))
     rows = [*([tensor.data_ptr() for tensor in kind] for kind in kinds), sizes, starts[:-1]]
-    return torch.tensor(rows, dtype=torch.int64).to(kinds[0][0].device, non_blocking=True), starts[-1]
+    return sent(torch.tensor(rows, dtype=torch.int64), kinds[0][0].device), starts[-1]
 
 
 @triton.jit

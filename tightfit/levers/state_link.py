@@ -14,8 +14,9 @@ pass, or earlier where more than `IN_FLIGHT_BYTES` of gradients would wait for t
 
 Backward produces the last layers' gradients first, and forward uses their weights last. So some of these updates (all
 of them without updates inside backward) are deferred until backward is over, and the link stays busy through the next
-forward pass. Deferred updates are sent in forward order, a little ahead of need: queueing a whole model's pieces at
-once would take the host longer than a layer takes the GPU, which would idle meanwhile.
+forward pass. Deferred updates are sent in forward order. The few beside updates inside backward are all sent when that
+is over, while the link is busy with the embedding, which forward needs first. A whole model's are sent a little ahead
+of need: queueing all their pieces at once would take the host longer than a layer takes the GPU, which would idle.
 """
 
 from bisect import insort
@@ -74,12 +75,11 @@ class OffloadedMatrix:
 
 @dataclass
 class Update:
-    """One update of one matrix; holds the tensors it reads alive until it is done."""
+    """One update of one matrix; `run` holds the tensors it reads alive until it is done."""
 
     matrix: OffloadedMatrix
     run: UpdatePiece
     gradient: Tensor
-    reads: tuple[Tensor, ...] = ()
     on_host: HostWork | None = None
     """The same update made by the host's cores; None where it cannot be."""
     gradient_ready: StreamEvent = None
@@ -152,8 +152,8 @@ class StateLink:
             self._finish(self.in_flight[0])
 
     def flush_deferred(self) -> None:
-        """Send deferred updates, up to IN_FLIGHT_BYTES at a time. Called after backward."""
-        while self.deferred and self.in_flight_bytes < IN_FLIGHT_BYTES:
+        """Send deferred updates: all, or of a whole model's up to IN_FLIGHT_BYTES at a time. Called after backward."""
+        while self.deferred and (self.frees_gradients or self.in_flight_bytes < IN_FLIGHT_BYTES):
             self._send(self.deferred.pop(0))
 
     def prioritise(self, matrix: OffloadedMatrix) -> None:

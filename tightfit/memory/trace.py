@@ -119,12 +119,18 @@ class Trace:
         self.events.append(~number)
 
     def replay(
-        self, allocator: Allocator | None = None, *, steps: int = 2, apart: bool = True, captured: bool = False
+        self,
+        allocator: Allocator | None = None,
+        *,
+        steps: int = 2,
+        apart: bool = True,
+        captured: bool = False,
+        update_captured: bool = False,
     ) -> Replay:
         """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own.
 
         Steps that are `captured` (train/step_graph.py) are two: one as ever, and one whose forward and backward have a
-        pool of their own, where gradients stay.
+        pool of their own, where gradients stay; with `update_captured` the whole step has.
         """
         player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
@@ -132,7 +138,7 @@ class Trace:
             for _ in range(0 if captured else steps - 1):
                 player.play(self.step_start, len(self.events))
             if captured:
-                player.capture(self.step_start, len(self.events))
+                player.capture(self.step_start, len(self.events), whole=update_captured)
         return player.replay()
 
 
@@ -164,12 +170,14 @@ class _Player:
         for event in self.trace.events[begin:end]:
             self._play(event)
 
-    def capture(self, begin: int, end: int) -> None:
-        """Play a step after what was cached is given back, with what it allocates before the update in its own pool."""
+    def capture(self, begin: int, end: int, *, whole: bool) -> None:
+        """Play a step after what was cached is given back, with what it allocates before the update, or as a `whole`,
+        in its own pool."""
         for number in [number for number in self.blocks if self.trace.allocations[number].once]:
             self.allocators["gpu"].release(self.blocks.pop(number))
         self.allocators["gpu"].empty_cache()
-        update = next(at for at, phase in self.trace.starts if begin <= at and phase == "optimizer")
+        after_backward = next(at for at, phase in self.trace.starts if begin <= at and phase == "optimizer")
+        update = end if whole else after_backward
         allocated = {event for event in self.trace.events[begin:update] if event >= 0}
         self.pool = CAPTURED
         self.play(begin, update)

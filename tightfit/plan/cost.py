@@ -248,6 +248,8 @@ class LayoutCost:
 
         Inside backward the card updates matrices, and waits for the launch of all else when it is over.
         """
+        if levers.update_in_backward and self.is_captured(levers):
+            return card_s
         if levers.update_in_backward:
             return card_s + self.costs.host_share * late_update_launch_s(self.costs.workload.spec, self.layers)
         return card_s if self._updates_unseen(levers) else max(card_s, self._update_launch_s(levers))
@@ -256,6 +258,8 @@ class LayoutCost:
         """Of a card whose host is ahead; ranks of a pipeline wait for one another instead."""
         if self.layout.pipeline > 1:
             return 0.0
+        if levers.update_in_backward and self.is_captured(levers):  # nothing is left to do while the host prepares
+            return GAP_SHARE * launches_s + self._replay().forward_s
         if self._updates_unseen(levers) or self.is_captured(levers):
             return GAP_SHARE * launches_s
         return 1e-3 * self.costs.launch_share * STEP_IDLE_MS
@@ -274,13 +278,15 @@ class LayoutCost:
         )
 
     def is_captured(self, levers: Levers) -> bool:
-        """Whether forward and backward are launched as a CUDA graph: where some hosts are slower than the card."""
+        """Whether forward and backward, with the updates inside it, are launched as a CUDA graph: where some hosts are
+        slower than the card."""
         workload = self.costs.workload
         if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
             return False
         again = recompute(workload, self.layout, levers, self.layer, self.layers)
         host_s = self._reference_launches(levers, again).both_s
         card_s = self._compute(levers).both_s + again.seconds
+        card_s += self._update_s(levers) if levers.update_in_backward else 0.0
         return levers.cuda_graph == "always" or SLOW_HOST * host_s > card_s
 
     def _reference_launches(self, levers: Levers, again: Recompute) -> PassSeconds:
@@ -310,7 +316,7 @@ class LayoutCost:
             host_backward_s += self._update_launch_s(levers) / max(1, self.micro_batches)
             forward_s += update_s / max(1, self.micro_batches)
         forward_late_s = max(0.0, launches.forward_s - forward_s)
-        if levers.update_in_backward:
+        if levers.update_in_backward and not self.is_captured(levers):
             began_s = 1e-3 * self.costs.launch_share * REST.backward_ms
             return PassSeconds(forward_late_s, max(began_s, host_backward_s - card.backward_s - update_s))
         late_s = launches.forward_s + host_backward_s - forward_s - card.backward_s

@@ -159,7 +159,7 @@ def train_step(
     if optimizer.buffered is not None:
         return optimizer.buffered.take_alone(batches, device, lr, on_phase, ranks)
     if optimizer.in_backward is not None:
-        return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase, ranks)
+        return _step_in_backward(model, optimizer, optimizer.in_backward, batches, device, lr, on_phase, ranks, graph)
     part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks, graph=graph)
     on_phase("optimizer")
     mean, norm = _over_all_ranks(part, optimizer, ranks)
@@ -201,19 +201,28 @@ def require_finite(loss: float) -> None:
 
 def _step_in_backward(
     model: nn.Module,
+    optimizer: MasterAdamW,
     updates: BackwardUpdate,
     batches: Sequence[Batch],
     device: torch.device,
     lr: float,
     on_phase: OnPhase,
     ranks: Ranks,
+    graph: "StepGraph | None",
 ) -> StepResult:
     """A step whose weights are updated during backward (backward_update.py)."""
     assert len(batches) == 1, "an update inside backward needs the whole batch in one backward"
-    updates.begin(lr)
-    mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
-    on_phase("optimizer")
-    loss, norm = torch.stack([ranks.sum_over_batch(mean), updates.finish()]).tolist()
+    replayed: tuple[float, float, int | Tensor] | None = None
+    if graph is not None:
+        on_phase("forward")
+        replayed = graph.update(batches[0], optimizer, updates, lr)
+    if replayed is not None:
+        loss, norm, tokens = replayed
+    else:
+        updates.begin(lr)
+        mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
+        on_phase("optimizer")
+        loss, norm = torch.stack([ranks.sum_over_batch(mean), updates.finish()]).tolist()
     correct_choices(decoder_of(model), ranks)
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)

@@ -9,6 +9,9 @@ tokens, labels, documents, divisor, loss scale.
 There are two graphs, in one pool of memory: of the first micro-batch of a step, whose backward makes the gradients, and
 of the others, which add to these. Gradients stay in that pool, where the update has read them before the next replay
 writes there again. Norm and update are launched as ever, while the card is busy with the graph.
+Where weights are updated inside backward, the graph is the whole step, and what changes from one step to the next, the
+learning rate and what depends on the number of the update, is in tensors as well. The host learns of a loss that is not
+finite when all is over: the updates know it before (backward_update.py), and change nothing.
 The pool is as large as what forward and backward need; an evaluation, which needs memory as well, calls `release`, and
 the next step is captured anew. A step unlike the one before (with packed documents or without) is launched kernel by
 kernel, and captured if the next one is like it.
@@ -29,9 +32,12 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.cuda_graph import may_capture
 from tightfit.jobs.workload import Workload
 from tightfit.kernels.capture import capturing
+from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.plan.cost import Costs
 from tightfit.train.optimizer.adamw import MasterAdamW
-from tightfit.train.step import Batch, inputs, objective
+from tightfit.train.optimizer.backward_update import BackwardUpdate
+from tightfit.train.optimizer.updaters import ChangingNumbers
+from tightfit.train.step import Batch, inputs, objective, require_finite
 
 Arguments = dict[str, Tensor | None]
 """What the model is called with; documents may be None."""
@@ -50,6 +56,8 @@ class _Places:
     """Of these, the micro-batch's: what its auxiliary loss is multiplied by."""
     scale: Tensor
     loss: Tensor
+    norm: Tensor
+    """Of all gradients, where the graph updates weights too."""
 
     def fill(self, arguments: Arguments, divisor: int, share: float, scale: float) -> None:
         for name, place in self.arguments.items():
@@ -77,6 +85,9 @@ class StepGraph:
         self._places: _Places | None = None
         self._pool: Any = None
         self._gradients: list[Tensor | None] = []
+        self._numbers: ChangingNumbers | None = None
+        self._updated: list[list[int]] = []
+        """1 for each weight of each bucket that the graph updates."""
 
     @property
     def is_captured(self) -> bool:
@@ -89,10 +100,7 @@ class StepGraph:
         So are the first step, one that is unlike the one before, and all where memory is too short for a graph.
         """
         passed = [inputs(batch, self.device) for batch in batches]
-        key = _key(passed)
-        if key is None or key != self._last_key or self._gave_up:
-            self.release()
-            self._last_key = key
+        if not self._is_like_last(passed):
             return None
         mean = torch.zeros((), device=self.device)
         try:
@@ -102,14 +110,90 @@ class StepGraph:
                 graph.replay()
                 mean += places.loss
         except RuntimeError as error:  # nothing is lost: no weight has changed
-            if not isinstance(error, torch.OutOfMemoryError):
-                warnings.warn(f"a step cannot be captured ({error}); it is launched kernel by kernel", stacklevel=2)
-            self._give_up()
+            self._give_up(error)
             return None
         self._place_gradients()
         return mean
 
-    def _give_up(self) -> None:
+    def update(
+        self, batch: Batch, optimizer: MasterAdamW, updates: BackwardUpdate, lr: float
+    ) -> tuple[float, float, int] | None:
+        """Loss, gradient norm and counted tokens of a step that updates weights inside backward; None as in `run`.
+
+        Raises NotFiniteError for a loss that is not finite; nothing has changed then.
+        """
+        passed, before = inputs(batch, self.device), optimizer.counts
+        if not self._is_like_last([passed]):
+            return None
+        try:
+            graph, places = self._update_graph(passed, optimizer, updates, lr)
+        except RuntimeError as error:  # nothing is lost: no weight has changed
+            optimizer.counts = before
+            self._give_up(error)
+            return None
+        assert self._numbers is not None
+        tokens = int((batch["labels"] != IGNORE).sum())
+        places.fill(passed, max(tokens, 1), 1.0, 1.0)
+        self._numbers.fill(lr, self._count(before) + 1)
+        graph.replay()
+        loss, norm = torch.stack([places.loss, places.norm]).tolist()
+        require_finite(loss)
+        optimizer.counts = _added(before, self._updated)
+        return loss, norm, tokens
+
+    def _update_graph(
+        self, passed: Arguments, optimizer: MasterAdamW, updates: BackwardUpdate, lr: float
+    ) -> tuple[torch.cuda.CUDAGraph, _Places]:
+        """The graph of a step, and what it reads."""
+        places = self._places or self._prepared(passed)
+        if self._first is None:
+            before = optimizer.counts
+            self._numbers = optimizer.changing_numbers(self.device)
+            with optimizer.reading(self._numbers):
+                graph = self._captured_update(places, updates, lr)
+            self._updated = _added(optimizer.counts, before, sign=-1)
+            optimizer.counts = before
+            self._count(before)
+            self._first = graph
+        return self._first, places
+
+    def _captured_update(self, places: _Places, updates: BackwardUpdate, lr: float) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, pool=self._pool, capture_error_mode="thread_local"):
+            updates.begin(lr)
+            output = self.model(**places.arguments, divisor=places.divisor)
+            assert output.loss is not None
+            updates.skip_unless_finite(output.loss.detach())
+            objective(output, places.share).backward()
+            places.norm.copy_(updates.finish())
+            places.loss.copy_(output.loss.detach())
+        return graph
+
+    def _count(self, counts: list[list[int]]) -> int:
+        """How often the weights that the graph updates have been updated: all of them equally often, or it is none."""
+        found = {
+            count
+            for bucket, updated in zip(counts, self._updated, strict=True)
+            for count, once in zip(bucket, updated, strict=True)
+            if once
+        }
+        if len(found) != 1:
+            raise RuntimeError(f"its weights have been updated {sorted(found)} times")
+        return found.pop()
+
+    def _is_like_last(self, passed: Sequence[Arguments]) -> bool:
+        """Whether this step can be a graph; else all are released."""
+        key = _key(passed)
+        if key is None or key != self._last_key or self._gave_up:
+            self.release()
+            self._last_key = key
+            return False
+        return True
+
+    def _give_up(self, error: RuntimeError) -> None:
+        if not isinstance(error, torch.OutOfMemoryError):
+            warnings.warn(f"a step cannot be captured ({error}); it is launched kernel by kernel", stacklevel=3)
+
         self._gave_up = True
         for weight in self._weights:
             weight.grad = None
@@ -120,17 +204,15 @@ class StepGraph:
 
         What is missing is captured before anything is replayed: if a capture fails, no expert's load has been counted.
         """
-        if self._places is None:
-            torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
-            self._pool, self._places = torch.cuda.graph_pool_handle(), self._new_places(passed[0])
+        places = self._places or self._prepared(passed[0])
         if self._first is None:
-            self._first = self._captured(self._places)
+            self._first = self._captured(places)
             self._gradients = [weight.grad for weight in self._weights]
         if len(passed) > 1 and self._further is None:
             self._place_gradients()
-            self._further = self._captured(self._places)
+            self._further = self._captured(places)
         others = [] if self._further is None else [self._further] * (len(passed) - 1)
-        return self._first, others, self._places
+        return self._first, others, places
 
     def _captured(self, places: _Places) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -140,10 +222,13 @@ class StepGraph:
             places.loss.copy_(output.loss.detach())
         return graph
 
-    def _new_places(self, arguments: Arguments) -> _Places:
-        one = torch.ones(4, device=self.device)
+    def _prepared(self, arguments: Arguments) -> _Places:
+        """A new pool, and what graphs there read and write."""
+        torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
+        self._pool = torch.cuda.graph_pool_handle()
         copies = {name: None if value is None else value.clone() for name, value in arguments.items()}
-        return _Places(copies, *one.unbind())
+        self._places = _Places(copies, *torch.ones(5, device=self.device).unbind())
+        return self._places
 
     def _place_gradients(self) -> None:
         for weight, gradient in zip(self._weights, self._gradients, strict=True):
@@ -161,6 +246,8 @@ def step_graph(
     """The graph of `model`'s steps where this GPU would wait for its host to launch them, by the planner's costs."""
     if device.type != "cuda" or not is_captured(workload, layout, levers, device):
         return None
+    if optimizer.in_backward is not None and optimizer.settings.l1:  # whose shrinkage is the learning rate's
+        return None
     return StepGraph(model, [weight for bucket in optimizer.buckets for weight in bucket.parameters], device)
 
 
@@ -172,6 +259,11 @@ def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torc
     except UserError:
         return may_capture(workload, layout, levers)
     return Costs(workload, machine).of(layout).is_captured(levers)
+
+
+def _added(counts: list[list[int]], others: list[list[int]], sign: int = 1) -> list[list[int]]:
+    """Bucket by bucket, weight by weight."""
+    return [[a + sign * b for a, b in zip(*pair, strict=True)] for pair in zip(counts, others, strict=True)]
 
 
 def _key(passed: Sequence[Arguments]) -> Key | None:

@@ -10,6 +10,7 @@ from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.launches import (
     GAP_SHARE,
     LAYER,
+    MATRIX_UPDATE_MS,
     PIECE_LAUNCH_MS,
     REPLAY_MS,
     REST,
@@ -20,6 +21,7 @@ from tightfit.hardware.launches import (
 )
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES
 from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import answer
 from tightfit.plan.cost import Costs, LayoutCost
@@ -92,13 +94,28 @@ def test_a_step_that_a_slow_host_would_hold_up_is_a_graph() -> None:
     host_s = 1e-3 * (REPLAY_MS + UPDATE_REST_MS + 30 * UPDATE_MS[""])
     assert found.step_s == pytest.approx(max(card_s, host_s))
     assert found.step_s < 0.2 * cost.step(ONE_BY_ONE).step_s
-    for why_not in ({"cuda_graph": "never"}, {"offload": "optimizer"}, {"update_in_backward": True}):
+    why_not: Any
+    for why_not in ({"cuda_graph": "never"}, {"offload": "optimizer"}):
         assert not cost.is_captured(Levers(**why_not))
     long = frame("llama-3.1-8b", 65536)
     assert not long.is_captured(Levers()), "which gains nothing"
     assert long.is_captured(Levers(cuda_graph="always"))
     asked = question("smollm2-135m", "2xH200", 512, 8)
     assert not Costs(asked.workload, asked.machine).of(Layout(micro_batch=4, data=2)).is_captured(Levers())
+
+
+def test_a_graph_of_a_whole_step_leaves_the_host_its_batch() -> None:
+    """Updates inside backward are in it; while the host prepares the next one, the card has nothing to do."""
+    cost, inside = frame("smollm2-135m", 512), Levers(update_in_backward=True)
+    assert cost.is_captured(inside)
+    found = cost.step(inside)
+    launches_ms = sum(REST) + 30 * (sum(LAYER[""]) + 7 * MATRIX_UPDATE_MS)
+    idle_s = 1e-3 * (GAP_SHARE * launches_ms + REPLAY_MS)
+    assert found.step_s == pytest.approx(found.compute_s + found.optimizer_s + idle_s)
+    one_by_one = cost.step(Levers(update_in_backward=True, cuda_graph="never"))
+    assert found.step_s < 0.2 * one_by_one.step_s
+    for why_not in ({"rounding": "stochastic"}, {"optimizer_states": "factored"}):
+        assert not cost.is_captured(inside.model_copy(update=why_not)), "which the host passes to every update"
 
 
 def test_what_is_captured_depends_on_the_card_and_not_on_the_host_of_today() -> None:
@@ -120,14 +137,15 @@ def test_the_host_queues_every_piece_of_states() -> None:
     pieces_s = 16 * (4 + 3 * 4) * 1e-3 * PIECE_LAUNCH_MS
     asked: tuple[dict[str, Any], ...] = ({"update_in_backward": True}, {}, {"offload_update": "host"})
     inside, after, on_host = (cost.offload.queued(Levers(offload="optimizer", **more)) for more in asked)
-    assert list(inside) == pytest.approx([0.0, pieces_s], rel=0.001)
+    deferred = (2**30 - IN_FLIGHT_BYTES) / 4 / (16 * 60_821_504)
+    assert list(inside) == pytest.approx([deferred * pieces_s, (1 - deferred) * pieces_s], rel=0.001)
     assert list(after) == pytest.approx([pieces_s, 0.0], rel=0.001)
     assert on_host == (0.0, 0.0)
 
 
 def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
     """Many small matrices: the host needs longer for the 24 layers of Qwen2.5-0.5B than the link for their states."""
-    levers = Levers(offload="optimizer", update_in_backward=True)
+    levers = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=IN_FLIGHT_BYTES)
     cost = frame("qwen2.5-0.5b", 512)
     found, passing = cost.step(levers), cost.offload._states(levers)
     pieces_s = cost.offload.queued(levers).backward_s
@@ -137,6 +155,33 @@ def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
     host_backward_s = found.launch_s - (host_forward_s(cost) - cost.forward_s) + cost.backward_s + updates_s
     assert host_backward_s + pieces_s > passing.backward_s
     assert found.offload_s == pytest.approx(pieces_s + updates_s + passing.after_s, rel=0.01)
+
+
+def test_deferred_states_pass_beside_the_next_forward_pass() -> None:
+    """Of Llama 8B's last layers as much as half a GiB of float32; its head is waited for before any other is sent."""
+    levers = Levers(offload="optimizer", update_in_backward=True)
+    cost = frame("llama-3.1-8b", 8192)
+    states = cost.offload._states(levers)
+    vocabulary, layers, deferred = 128_256 * 4096, 32 * 218_112_000, 2**29 / 4
+    each_s = states.after_s / vocabulary
+    assert states.forward_s == pytest.approx(deferred * each_s, rel=1e-3)
+    assert states.backward_s == pytest.approx((vocabulary + layers - deferred) * each_s, rel=1e-3)
+    assert states.head_s == pytest.approx(vocabulary * each_s, rel=1e-3)
+    share = states.deferred_share
+    assert share == pytest.approx(deferred / layers, rel=1e-3)
+
+    def exposed_s(forward_s: float, backward_s: float) -> float:
+        return cost.offload.step_s(levers, checkpoint_bytes=0.0, passes=PassSeconds(forward_s, backward_s))
+
+    queued = cost.offload.queued(levers)
+    assert queued.forward_s < states.forward_s
+    assert queued.backward_s < states.backward_s
+    at_once_s = states.forward_s + states.backward_s + states.after_s
+    assert exposed_s(0.0, 0.0) == pytest.approx(at_once_s)
+    assert exposed_s(0.5 * states.forward_s, 0.0) == pytest.approx(at_once_s - 0.5 * states.forward_s)
+    assert exposed_s(10.0, 1.0) == pytest.approx(states.backward_s - (1 - share) * 1.0 + states.after_s)
+    long_s = 2.0 * states.backward_s
+    assert exposed_s(10.0, long_s) == pytest.approx(states.head_s - share * long_s + states.after_s)
 
 
 def host_forward_s(cost: LayoutCost) -> float:

@@ -18,7 +18,8 @@ STATE_SLOTS = 6
 WEIGHT_SLOTS = 2
 """Layers whose streamed weights are on the GPU: the one at work and the next."""
 IN_FLIGHT_BYTES = 512 * 2**20
-"""Gradients that may wait for the link before the step does; of what was deferred, as much is sent ahead of need."""
+"""Gradients that may wait for the link before the step does; of a whole model's deferred updates, as many are sent
+ahead of need."""
 SCALE_BYTES = 4
 """A float32 per row of a checkpoint in fp8."""
 

@@ -1,9 +1,9 @@
 """Offload: copies over the host link that compute does not hide, in the order they are made.
 
     forward     weights come, checkpoints go
-    backward    weights and checkpoints come; states pass as their gradients come, but for deferred ones
-    after it    what waits in line still, the embedding, whose gradient is the last, and what was deferred: the next
-                forward pass begins with the first, and measured steps hide nothing of the others
+    backward    weights and checkpoints come; states pass as their gradients come, but for the last layers': deferred
+    after it    what waits in line still, and the embedding, whose gradient is the last and which comes first in forward
+    forward     deferred states pass beside it
 
 Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
 whose states nothing hides. States pass both ways at once, each slower than one way alone (benchmarks/calibrate.py).
@@ -80,9 +80,15 @@ class OffloadTime:
         backward_host_s = launches.backward_s + host_share * queued.backward_s
         forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
         backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
+        sent_backward_s = (1 - states.deferred_share) * passes.backward_s  # from where states are sent at once
         with_states_s = (
             max(0.0, max(forward_link_s, forward_host_s) - passes.forward_s)
-            + max(0.0, max(backward_link_s, backward_host_s) - passes.backward_s)
+            + max(
+                0.0,
+                max(backward_link_s, backward_host_s) - passes.backward_s,
+                states.backward_s - sent_backward_s,
+                states.head_s - states.deferred_share * passes.backward_s,
+            )
             + states.after_s
         )
         return (self.micro_batches - 1) * (forward_left_s + backward_left_s) + with_states_s
@@ -93,7 +99,8 @@ class OffloadTime:
             return PassSeconds()
         offloaded_share = self._offloaded(levers) / max(1.0, self.params.owned)
         pieces_s = 1e-3 * PIECE_LAUNCH_MS * offloaded_share * self._pieces
-        return PassSeconds(backward_s=pieces_s) if levers.update_in_backward else PassSeconds(forward_s=pieces_s)
+        in_forward = self._states(levers).deferred_share if levers.update_in_backward else 1.0
+        return PassSeconds(forward_s=in_forward * pieces_s, backward_s=(1 - in_forward) * pieces_s)
 
     @property
     def _pieces(self) -> float:
@@ -130,7 +137,7 @@ class OffloadTime:
         return PassSeconds(copied_s + FORWARD_WAIT_S * waited_s, copied_s + BACKWARD_WAIT_S * waited_s)
 
     def _states(self, levers: Levers) -> "_StateTraffic":
-        """When the states of offloaded weights pass: the embedding's last, deferred ones when backward is over."""
+        """When the states of offloaded weights pass: the embedding's last, deferred ones in the next forward pass."""
         offloaded = self._offloaded(levers)
         kept = self.params.owned - offloaded  # the vocabulary's matrices are kept first
         embedding = max(0.0, self.params.owned_embedding - kept)
@@ -139,13 +146,19 @@ class OffloadTime:
             forward_s, last_s = max(0.0, offloaded - embedding) * each_s, min(offloaded, embedding) * each_s
             return _StateTraffic(forward_s=forward_s, backward_s=0.0, after_s=last_s)
         waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
-        deferred = min(offloaded, waiting_bytes / self.workload.weight_bytes)
-        last = min(offloaded - deferred, embedding)
-        backward_s, last_s, deferred_s = (offloaded - deferred - last) * each_s, last * each_s, deferred * each_s
-        if offloads_weights(levers):
-            return _StateTraffic(forward_s=deferred_s, backward_s=backward_s, after_s=last_s)
-        # In line behind the embedding: measured steps hide nothing of it.
-        return _StateTraffic(forward_s=0.0, backward_s=backward_s, after_s=last_s + deferred_s)
+        updated_bytes = FLOAT32_BYTES if self.workload.updates_wide else self.workload.weight_bytes
+        last = min(offloaded, embedding)
+        deferred = min(offloaded - last, waiting_bytes / updated_bytes)  # levers/offload.py chooses them by these bytes
+        in_layers = max(1.0, self.params.owned - self.params.owned_ends)
+        head = min(offloaded - deferred - last, max(0.0, self.params.owned_ends - self.params.owned_embedding))
+        is_large = head * self.workload.weight_bytes > IN_FLIGHT_BYTES
+        return _StateTraffic(
+            forward_s=deferred * each_s,
+            backward_s=(offloaded - deferred - last) * each_s,
+            after_s=last * each_s,
+            deferred_share=min(1.0, deferred / in_layers),
+            head_s=head * each_s if is_large else 0.0,
+        )
 
     def _states_s(self, levers: Levers, offloaded: float) -> float:
         """Link seconds of a step's states both ways, or the time the host takes where it updates them."""
@@ -177,3 +190,7 @@ class _StateTraffic:
     forward_s: float
     backward_s: float
     after_s: float
+    deferred_share: float = 0.0
+    """Of the layers: the last ones, whose states pass in the next forward pass."""
+    head_s: float = 0.0
+    """Of an output projection whose gradient is all that may wait: it is waited for before another one is sent."""

@@ -13,6 +13,7 @@ the weight is used.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -44,7 +45,7 @@ from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import BackwardUpdate, SplitWeight, Update
 from tightfit.train.optimizer.offloading import Named, Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
-from tightfit.train.optimizer.updaters import FormatUpdater, TorchUpdater, Updater
+from tightfit.train.optimizer.updaters import ChangingNumbers, FormatUpdater, TorchUpdater, Updater
 
 if TYPE_CHECKING:  # which need an optimizer
     from tightfit.train.buffered_steps import BufferedSteps
@@ -257,6 +258,31 @@ class MasterAdamW:
     def skips_nan(self) -> bool:
         """Whether a step with a factor of NaN changes no weight and no state, so that it can be launched unseen."""
         return not self.settings.l1 and all(isinstance(bucket.updater, TorchUpdater) for bucket in self.buckets)
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """How often the weights of each bucket have been updated."""
+        return [[*bucket.updater.counts] for bucket in self.buckets]
+
+    @counts.setter
+    def counts(self, counts: list[list[int]]) -> None:
+        for bucket, own in zip(self.buckets, counts, strict=True):
+            bucket.updater.counts = [*own]
+
+    def changing_numbers(self, device: torch.device) -> ChangingNumbers:
+        """Those of all buckets."""
+        return ChangingNumbers(self.settings, [bucket.updater.weight_decay for bucket in self.buckets], device)
+
+    @contextmanager
+    def reading(self, numbers: ChangingNumbers) -> Iterator[None]:
+        """Updates are launched to read `numbers`."""
+        for bucket in self.buckets:
+            bucket.updater.changing = numbers.of(bucket.updater.weight_decay)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.updater.changing = None
 
     def uncount_step(self) -> None:
         """The last step's factor was NaN: it is not counted."""

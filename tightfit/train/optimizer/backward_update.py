@@ -12,7 +12,8 @@ within clip_norm. Norms are saved with the optimizer states, so that a resumed r
 Norms' weights and biases are many and tiny: ten of the sixteen tensors of a GPT-2 layer, less than a thousandth of its
 weights, whose updates would be most of what the host launches. They are updated together when backward is over, clipped
 by the norm of this step.
-A loss that is not finite is noticed before backward; a gradient that is not, only after weights were updated with it.
+A loss that is not finite is noticed before backward, by the host, or in a CUDA graph by the updates, whose factor is
+then NaN (`skip_unless_finite`); a gradient that is not, only after weights were updated with it.
 
 Under ZeRO each rank updates its shard once FSDP2 has reduced the gradients of a layer, which it tells by the same hook.
 FSDP2 reduces a layer's gradients together, so weights come in another order than on one GPU, and the estimates differ a
@@ -103,6 +104,8 @@ class BackwardUpdate:
         self.is_first: bool | None = None
         self.previous_totals = torch.zeros(2, dtype=torch.float32, device=device)
         """Σ‖g‖² of the previous step, and the share of it that the estimate trusts."""
+        self.skip: Tensor | None = None
+        """NaN where nothing may be updated, else 1; None where the host knows that it may."""
         self.groups = [list(weight.groups()) for weight in weights]
         for number, update in enumerate(early):
             (weight,) = update.weights
@@ -119,12 +122,18 @@ class BackwardUpdate:
     @torch.no_grad()
     def begin(self, lr: float) -> None:
         """Prepare for a backward pass whose updates have this learning rate."""
-        self.lr = lr
+        self.lr, self.skip = lr, None
         if self.is_first is None:  # not in the constructor: states may have been loaded since
             self.is_first = not bool(self.previous_norms.any())
         self.norms[0].zero_()
         self.seen.zero_()
         self.previous_totals = trusted_totals(self.previous_norms.square().sum().clamp(min=TINIEST))
+
+    @torch.no_grad()
+    def skip_unless_finite(self, loss: Tensor) -> None:
+        """Update nothing in this pass if the loss turns out not to be finite, which the host does not know yet."""
+        self.skip = torch.where(loss.isfinite(), 1.0, torch.nan)
+        self.previous_totals = self.previous_totals * self.skip
 
     @torch.no_grad()
     def finish(self) -> Tensor:
@@ -138,7 +147,8 @@ class BackwardUpdate:
         factor = self._late_factor()
         for update in self.late:
             update.apply(self.lr, factor)
-        self.norms[1].copy_(self.norms[0])
+        own = self.norms[0] if self.skip is None else torch.where(self.skip.isnan(), self.norms[1], self.norms[0])
+        self.norms[1].copy_(own)
         self.is_first = False
         return self.seen[0].sqrt()
 
@@ -178,7 +188,7 @@ class BackwardUpdate:
     def _factor(self, number: int) -> Tensor | None:
         """What early gradient `number` is multiplied by; its square is added to what has been seen."""
         if not self.clip_norm:
-            return None
+            return self.skip
         if self.is_first:
             both = self.norms[:, number]
             self.seen.addcmul_(both, both)
@@ -189,14 +199,15 @@ class BackwardUpdate:
         """What all late gradients are multiplied by: all norms are known now. In the first step, where others have been
         clipped one by one, they share what was left to them."""
         if not self.clip_norm:
-            return None
+            return self.skip
         first = len(self.early)
         self._sum_over_shards(first)
         squares = self.norms[:, first:].square().sum(dim=1)
         self.seen += squares
         if self.is_first:
             return clip_factor(squares[0].sqrt(), self.clip_norm * ((self.count - first) / self.count) ** 0.5)
-        return clip_factor(self.seen[0].sqrt(), self.clip_norm)
+        factor = clip_factor(self.seen[0].sqrt(), self.clip_norm)
+        return factor if self.skip is None else factor * self.skip
 
 
 def _sum_squares(norms: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:

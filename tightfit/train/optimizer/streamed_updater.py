@@ -98,7 +98,6 @@ class StreamedUpdater(EntryUpdater[_OffloadedEntry]):
             matrix=matrix,
             run=partial(_update_rows, entry, rows, copy, factor, numbers),
             gradient=gradient,
-            reads=(rows,) if factor is None else (rows, factor),
             after=self.after_update,
         )
         if self.form == "fp32" and entry.weight_on_gpu is None:

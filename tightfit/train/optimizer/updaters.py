@@ -27,11 +27,37 @@ def adamw_numbers(settings: Optimizer, lr: float, *, weight_decay: float, step: 
     return Numbers(lr=lr, beta1=beta1, beta2=beta2, eps=settings.eps, weight_decay=weight_decay, step=step, key=key)
 
 
+class ChangingNumbers:
+    """What of AdamW's numbers changes from step to step, in device memory: a row for each weight decay.
+
+    The updates of a CUDA graph read it; `fill` before each replay.
+    """
+
+    def __init__(self, settings: Optimizer, weight_decays: Sequence[float], device: torch.device) -> None:
+        self.settings, self.weight_decays = settings, sorted(set(weight_decays))
+        self.table = torch.zeros(len(self.weight_decays), 3, device=device)
+
+    def of(self, weight_decay: float) -> Tensor:
+        """As kernels read them."""
+        return self.table[self.weight_decays.index(weight_decay)]
+
+    def fill(self, lr: float, step: int) -> None:
+        """Those of update number `step`."""
+        numbers = (adamw_numbers(self.settings, lr, weight_decay=each, step=step) for each in self.weight_decays)
+        values = torch.tensor([each.scalars[:3] for each in numbers])
+        self.table.copy_(values.pin_memory() if self.table.is_cuda else values, non_blocking=True)
+
+
 class Updater(Protocol):
     """The interface of all updaters."""
 
     needs_gradients_in_weight_dtype: bool
     """Gradients must be cast to the dtype of the weights they update."""
+    weight_decay: float
+    counts: list[int]
+    """How often each weight has been updated."""
+    changing: Tensor | None
+    """`ChangingNumbers` of its weight decay while a graph is captured."""
 
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
@@ -58,6 +84,8 @@ class TorchUpdater:
     """
 
     needs_gradients_in_weight_dtype = True
+
+    changing: Tensor | None = None
 
     def __init__(self, weights: list[Tensor], settings: Optimizer, weight_decay: float) -> None:
         self.weights, self.counts = weights, [0] * len(weights)
@@ -99,7 +127,7 @@ class TorchUpdater:
                 states = [self.adamw.state[weight] for weight in weights]
                 m, v = ([state[moment] for state in states] for moment in MOMENTS)
                 numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=count + 1)
-                adamw_list(weights, own, m, v, factor, numbers)
+                adamw_list(weights, own, m, v, factor, numbers._replace(on_device=self.changing))
 
     def _torch_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """Torch's fused AdamW divides gradients by `grad_scale`, so that is the factor's reciprocal."""
@@ -152,10 +180,22 @@ class EntryUpdater(Generic[EntryType]):
     settings: Optimizer
     weight_decay: float
     seed: int | None
+    changing: Tensor | None = None
+
+    @property
+    def counts(self) -> list[int]:
+        """How often each weight has been updated."""
+        return [entry.step for entry in self.entries]
+
+    @counts.setter
+    def counts(self, counts: list[int]) -> None:
+        for entry, count in zip(self.entries, counts, strict=True):
+            entry.step = count
 
     def _numbers(self, entry: EntryType, lr: float) -> Numbers:
         key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
-        return adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
+        numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
+        return numbers._replace(on_device=self.changing)
 
     def states(self, index: int) -> States:
         """The state tensors of a weight by kind; of those on the host, up to date after `link.synchronize`."""
