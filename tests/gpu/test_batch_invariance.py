@@ -13,7 +13,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.engine import Engine
-from tightfit.serve.sampling.sampler import _cumulated
+from tightfit.serve.sampling.sampler import cumulated
 
 CARD = replace(BASE, block_size=16, cache_bytes=2**26)
 
@@ -61,12 +61,12 @@ def test_latent_attention_has_no_such_kernel() -> None:
 def test_a_row_is_cumulated_alike_beside_other_work() -> None:
     """Torch's own scan of one long row adds up in whatever order its blocks end."""
     chances = torch.rand(1, 128_256, device="cuda").softmax(-1)
-    wanted = _cumulated(chances)
+    wanted = cumulated(chances)
     exact = chances.double().cumsum(-1)
     assert (wanted - exact).abs().max() < 1e-6
     beside, busy = torch.cuda.Stream(), torch.rand(4096, 4096, device="cuda")
     for _ in range(200):
         with torch.cuda.stream(beside):
             busy @ busy
-        assert torch.equal(_cumulated(chances), wanted)
+        assert torch.equal(cumulated(chances), wanted)
     torch.cuda.synchronize()

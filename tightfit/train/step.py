@@ -159,7 +159,7 @@ def train_step(
     if optimizer.buffered is not None:
         return optimizer.buffered.take_alone(batches, device, lr, on_phase, ranks)
     if optimizer.in_backward is not None:
-        return _step_in_backward(model, optimizer, optimizer.in_backward, batches, device, lr, on_phase, ranks, graph)
+        return _step_in_backward(model, optimizer.in_backward, batches, device, lr, on_phase, ranks, graph)
     part, tokens = accumulate(model, batches, device, scale.value, on_phase, ranks, graph=graph)
     on_phase("optimizer")
     mean, norm = _over_all_ranks(part, optimizer, ranks)
@@ -201,7 +201,6 @@ def require_finite(loss: float) -> None:
 
 def _step_in_backward(
     model: nn.Module,
-    optimizer: MasterAdamW,
     updates: BackwardUpdate,
     batches: Sequence[Batch],
     device: torch.device,
@@ -215,7 +214,7 @@ def _step_in_backward(
     replayed: tuple[float, float, int | Tensor] | None = None
     if graph is not None:
         on_phase("forward")
-        replayed = graph.update(batches[0], optimizer, updates, lr)
+        replayed = graph.update(batches[0], lr)
     if replayed is not None:
         loss, norm, tokens = replayed
     else:

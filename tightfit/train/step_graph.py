@@ -20,6 +20,7 @@ kernel, and captured if the next one is like it.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -85,9 +86,6 @@ class StepGraph:
         self._places: _Places | None = None
         self._pool: Any = None
         self._gradients: list[Tensor | None] = []
-        self._numbers: ChangingNumbers | None = None
-        self._updated: list[list[int]] = []
-        """1 for each weight of each bucket that the graph updates."""
 
     @property
     def is_captured(self) -> bool:
@@ -115,71 +113,9 @@ class StepGraph:
         self._place_gradients()
         return mean
 
-    def update(
-        self, batch: Batch, optimizer: MasterAdamW, updates: BackwardUpdate, lr: float
-    ) -> tuple[float, float, int] | None:
-        """Loss, gradient norm and counted tokens of a step that updates weights inside backward; None as in `run`.
-
-        Raises NotFiniteError for a loss that is not finite; nothing has changed then.
-        """
-        passed, before = inputs(batch, self.device), optimizer.counts
-        if not self._is_like_last([passed]):
-            return None
-        try:
-            graph, places = self._update_graph(passed, optimizer, updates, lr)
-        except RuntimeError as error:  # nothing is lost: no weight has changed
-            optimizer.counts = before
-            self._give_up(error)
-            return None
-        assert self._numbers is not None
-        tokens = int((batch["labels"] != IGNORE).sum())
-        places.fill(passed, max(tokens, 1), 1.0, 1.0)
-        self._numbers.fill(lr, self._count(before) + 1)
-        graph.replay()
-        loss, norm = torch.stack([places.loss, places.norm]).tolist()
-        require_finite(loss)
-        optimizer.counts = _added(before, self._updated)
-        return loss, norm, tokens
-
-    def _update_graph(
-        self, passed: Arguments, optimizer: MasterAdamW, updates: BackwardUpdate, lr: float
-    ) -> tuple[torch.cuda.CUDAGraph, _Places]:
-        """The graph of a step, and what it reads."""
-        places = self._places or self._prepared(passed)
-        if self._first is None:
-            before = optimizer.counts
-            self._numbers = optimizer.changing_numbers(self.device)
-            with optimizer.reading(self._numbers):
-                graph = self._captured_update(places, updates, lr)
-            self._updated = _added(optimizer.counts, before, sign=-1)
-            optimizer.counts = before
-            self._count(before)
-            self._first = graph
-        return self._first, places
-
-    def _captured_update(self, places: _Places, updates: BackwardUpdate, lr: float) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, pool=self._pool, capture_error_mode="thread_local"):
-            updates.begin(lr)
-            output = self.model(**places.arguments, divisor=places.divisor)
-            assert output.loss is not None
-            updates.skip_unless_finite(output.loss.detach())
-            objective(output, places.share).backward()
-            places.norm.copy_(updates.finish())
-            places.loss.copy_(output.loss.detach())
-        return graph
-
-    def _count(self, counts: list[list[int]]) -> int:
-        """How often the weights that the graph updates have been updated: all of them equally often, or it is none."""
-        found = {
-            count
-            for bucket, updated in zip(counts, self._updated, strict=True)
-            for count, once in zip(bucket, updated, strict=True)
-            if once
-        }
-        if len(found) != 1:
-            raise RuntimeError(f"its weights have been updated {sorted(found)} times")
-        return found.pop()
+    def update(self, batch: Batch, lr: float) -> tuple[float, float, int] | None:
+        """A step of one micro-batch that is updated inside backward."""
+        raise NotImplementedError
 
     def _is_like_last(self, passed: Sequence[Arguments]) -> bool:
         """Whether this step can be a graph; else all are released."""
@@ -193,7 +129,6 @@ class StepGraph:
     def _give_up(self, error: RuntimeError) -> None:
         if not isinstance(error, torch.OutOfMemoryError):
             warnings.warn(f"a step cannot be captured ({error}); it is launched kernel by kernel", stacklevel=3)
-
         self._gave_up = True
         for weight in self._weights:
             weight.grad = None
@@ -235,6 +170,78 @@ class StepGraph:
             weight.grad = gradient
 
 
+class UpdatingStepGraph(StepGraph):
+    """A whole step of one micro-batch, whose `updates` are made inside backward."""
+
+    def __init__(self, model: nn.Module, optimizer: MasterAdamW, updates: BackwardUpdate, device: torch.device) -> None:
+        self.optimizer, self.updates = optimizer, updates
+        super().__init__(model, _weights_of(optimizer), device)
+
+    def release(self) -> None:
+        """Give the memory of the graph back."""
+        super().release()
+        self._numbers: ChangingNumbers | None = None
+        self._updated: list[list[int]] = []
+        """1 for each weight of each bucket that the graph updates."""
+
+    def update(self, batch: Batch, lr: float) -> tuple[float, float, int] | None:
+        """The step's loss, gradient norm and counted tokens; None as in `run`.
+
+        Raises NotFiniteError for a loss that is not finite; nothing has changed then.
+        """
+        passed, counts = inputs(batch, self.device), self.optimizer.counts
+        if not self._is_like_last([passed]):
+            return None
+        try:
+            graph, places, numbers = self._whole(passed, lr)
+        except RuntimeError as error:  # nothing is lost: no weight has changed
+            self.optimizer.counts = counts
+            self._give_up(error)
+            return None
+        tokens = int((batch["labels"] != IGNORE).sum())
+        places.fill(passed, max(tokens, 1), share=1.0, scale=1.0)
+        numbers.fill(lr, self._count(counts) + 1)
+        graph.replay()
+        loss, norm = torch.stack([places.loss, places.norm]).tolist()
+        require_finite(loss)
+        self.optimizer.counts = _sums(counts, self._updated)
+        return loss, norm, tokens
+
+    def _whole(self, passed: Arguments, lr: float) -> tuple[torch.cuda.CUDAGraph, _Places, ChangingNumbers]:
+        """The graph of a step, and what it reads."""
+        places = self._places or self._prepared(passed)
+        numbers = self._numbers or self.optimizer.changing_numbers(self.device)
+        if self._first is None:
+            counts = self.optimizer.counts
+            with self.optimizer.reading(numbers):
+                graph = self._captured_step(places, lr)
+            self._updated = _sums(self.optimizer.counts, counts, sign=-1)
+            self.optimizer.counts = counts  # nothing has been updated yet
+            self._count(counts)
+            self._first, self._numbers = graph, numbers
+        return self._first, places, numbers
+
+    def _captured_step(self, places: _Places, lr: float) -> torch.cuda.CUDAGraph:
+        graph, updates = torch.cuda.CUDAGraph(), self.updates
+        with capturing(graph, pool=self._pool, capture_error_mode="thread_local"):
+            updates.begin(lr)
+            output = self.model(**places.arguments, divisor=places.divisor)
+            assert output.loss is not None
+            updates.skip_unless_finite(output.loss.detach())
+            objective(output, places.share).backward()
+            places.norm.copy_(updates.finish())
+            places.loss.copy_(output.loss.detach())
+        return graph
+
+    def _count(self, counts: list[list[int]]) -> int:
+        """How often the weights that the graph updates have been updated before, of which it has one number."""
+        pairs = zip(chain(*counts), chain(*self._updated), strict=True)
+        found = {count for count, is_updated in pairs if is_updated}
+        if len(found) != 1:
+            raise RuntimeError(f"its weights have been updated {sorted(found)} times")
+        return found.pop()
+
+
 def step_graph(
     model: nn.Module,
     optimizer: MasterAdamW,
@@ -246,9 +253,11 @@ def step_graph(
     """The graph of `model`'s steps where this GPU would wait for its host to launch them, by the planner's costs."""
     if device.type != "cuda" or not is_captured(workload, layout, levers, device):
         return None
-    if optimizer.in_backward is not None and optimizer.settings.l1:  # whose shrinkage is the learning rate's
+    if optimizer.in_backward is None:
+        return StepGraph(model, _weights_of(optimizer), device)
+    if optimizer.settings.l1:  # which the host multiplies by the learning rate
         return None
-    return StepGraph(model, [weight for bucket in optimizer.buckets for weight in bucket.parameters], device)
+    return UpdatingStepGraph(model, optimizer, optimizer.in_backward, device)
 
 
 def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torch.device) -> bool:
@@ -261,8 +270,12 @@ def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torc
     return Costs(workload, machine).of(layout).is_captured(levers)
 
 
-def _added(counts: list[list[int]], others: list[list[int]], sign: int = 1) -> list[list[int]]:
-    """Bucket by bucket, weight by weight."""
+def _weights_of(optimizer: MasterAdamW) -> list[Tensor]:
+    return [weight for bucket in optimizer.buckets for weight in bucket.parameters]
+
+
+def _sums(counts: list[list[int]], others: list[list[int]], sign: int = 1) -> list[list[int]]:
+    """Of both, bucket by bucket and weight by weight."""
     return [[a + sign * b for a, b in zip(*pair, strict=True)] for pair in zip(counts, others, strict=True)]
 
 

@@ -86,12 +86,12 @@ def filtered(chances: Tensor, rows: Rows) -> Tensor:
 
 def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
     """The token [R] at which the cumulated chances [R, V] exceed a share `uniforms` [R] of their sum."""
-    cumulated = _cumulated(chances)
-    token = torch.searchsorted(cumulated, uniforms[:, None] * cumulated[:, -1:], right=True)
+    sums = cumulated(chances)
+    token = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
     return token[:, 0].clamp_(max=chances.shape[-1] - 1)
 
 
-def _cumulated(chances: Tensor) -> Tensor:
+def cumulated(chances: Tensor) -> Tensor:
     """Cumulated sums of rows [R, V], added in one order however busy a GPU is.
 
     Torch's scan of a single long row there adds partial sums as its blocks happen to end. Here rows are cut in blocks,
@@ -130,7 +130,7 @@ def _top_among(chances: Tensor, rows: Rows, looked: int) -> Tensor | None:
         return None
     if rows.top_p is not None:
         whole = chances.sum(-1, keepdim=True) if rows.top_k is None else _whole(ordered, chances, rows)
-        before = _cumulated(ordered) - ordered
+        before = cumulated(ordered) - ordered
         ordered = ordered.masked_fill(before >= rows.top_p * whole, 0.0)
     return torch.zeros_like(chances).scatter_(-1, index, ordered)
 
@@ -157,7 +157,7 @@ def _typical(chances: Tensor, share: Tensor) -> Tensor:
     entropy = torch.where(chances > 0, chances * surprise, 0.0).sum(-1, keepdim=True)
     order = (surprise - entropy).abs().argsort(-1)
     ordered = chances.gather(-1, order)
-    before = _cumulated(ordered) - ordered
+    before = cumulated(ordered) - ordered
     ordered = ordered.masked_fill((before >= share) & (share < 1), 0.0)
     return _normed(torch.zeros_like(chances).scatter_(-1, order, ordered))
 
