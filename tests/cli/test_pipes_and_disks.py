@@ -1,5 +1,6 @@
 """Inputs that come once or never, and outputs that cannot be written: told in one sentence, before work is lost."""
 
+import json
 import os
 import subprocess
 import sys
@@ -94,3 +95,30 @@ def test_output_to_a_full_disk_and_a_closed_input_are_sentences() -> None:
     assert (made.returncode, made.stderr) == (2, said)
     with pytest.raises(UserError, match="the standard input is closed; give text"):
         read_text(None)
+
+
+def test_a_model_that_only_somebody_else_may_read_is_a_sentence(
+    tiny: Path, tightfit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests that run as root may read everything, so opening its weights is made to fail."""
+
+    def closed(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("tightfit.models.checksums.digest", closed)
+    listed = tiny / "checksums.json"
+    size = (tiny / "model.safetensors").stat().st_size
+    listed.write_text(json.dumps({"files": {"model.safetensors": {"bytes": size, "digest": ""}}}))
+    try:
+        made = tightfit("sample", tiny, "-p", "a")
+    finally:
+        listed.unlink()
+    said = f"tightfit: {tiny}/model.safetensors: Permission denied; see who may read and write it, or name another\n"
+    assert (made.code, made.err) == (2, said)
+
+    def not_found(*arguments: object, **more: object) -> None:  # as safetensors says it
+        raise FileNotFoundError("No such file or directory")
+
+    monkeypatch.setattr("tightfit.models.huggingface.weights.safe_open", not_found)
+    made = tightfit("sample", tiny, "-p", "a")
+    assert (made.code, "model.safetensors may not be read by this user" in made.err) == (2, True)
