@@ -22,7 +22,8 @@ from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.address import own_names
+from tightfit.serve.http.guards import Guards, ServerLimits
 from tightfit.serve.requests.grammar import Constraints, Grammar
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
@@ -362,6 +363,40 @@ def test_keys_and_limits(loaded: LoadedModel) -> None:
         slow = b'{"prompt": "a", "max_tokens": 200, "n": 8, "ignore_eos": true}'
         assert post(server, "/v1/completions", slow, authorization="Bearer secret")[0] == 504
         server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("127.0.0.1:80", 200), ("LocalHost", 200), ("[::1]:8000", 200), ("site.example:8000", 403), ("127.0.0.1.a", 403)],
+)
+def test_a_server_of_this_machine_answers_to_its_own_names(name: str, status: int) -> None:
+    """Without starting one: what stands before the routes is asked."""
+
+    async def asked(limits: ServerLimits) -> int:
+        seen: list[Any] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def receive() -> Any:
+            raise AssertionError("a GET has no body")
+
+        async def send(message: Any) -> None:
+            seen.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", name.encode())]}
+        await Guards(app, limits)(scope, receive, send)
+        return int(seen[0]["status"])
+
+    assert asyncio.run(asked(ServerLimits(names=own_names("127.0.0.1")))) == status
+    assert asyncio.run(asked(ServerLimits(names=own_names("0.0.0.0")))) == 200
+
+
+def test_the_names_of_a_server_are_those_of_where_it_listens() -> None:
+    assert own_names("localhost") == own_names("127.0.0.1") == {"localhost", "127.0.0.1", "[::1]"}
+    assert own_names("127.0.0.2") > {"127.0.0.2"}
+    assert own_names("::1") == own_names("localhost")
+    assert own_names("192.168.0.7") == own_names("box.example") == own_names("::") == frozenset()
 
 
 def test_a_dead_engine_is_said_and_seen(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     from tightfit.serve.start import check_ranks, default_model, gpu_count
 
     try:
-        from tightfit.serve.http.address import check_address
+        from tightfit.serve.http.address import check_address, own_names
         from tightfit.serve.http.guards import ServerLimits
         from tightfit.serve.http.replicas import serve_replicas
         from tightfit.serve.http.server import ServerOptions
@@ -194,6 +194,7 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
         )
     limits = ServerLimits(
         api_key=options.api_key,
+        names=own_names(options.host),
         body_bytes=int(options.max_body_mib * 2**20),
         request_seconds=options.max_seconds,
         requests=options.max_requests,

@@ -1,11 +1,25 @@
-"""Whether the server can listen where it was asked to, found out before a model is loaded for minutes."""
+"""Whether the server can listen where it was asked to, found out before a model is loaded for minutes; its names."""
 
 import errno
+import ipaddress
 import socket
 
 from tightfit.errors import UserError
 
 WAYS = "give 127.0.0.1, or 0.0.0.0 to let other machines in"
+
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def own_names(host: str) -> frozenset[str]:
+    """What a server that listens on loopback alone may be called by; empty for one that others reach."""
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host.lower() == "localhost"
+    own = f"[{host}]" if ":" in host else host.lower()
+    return LOOPBACK | {own} if is_loopback else frozenset()
 
 
 def check_address(host: str, port: int) -> None:

@@ -1,4 +1,9 @@
-"""What stands before the routes: the API key, how much a body may hold, how long a client may take to send it."""
+"""What stands before the routes: the API key, how much a body may hold, how long a client may take to send it.
+
+A server of this machine alone also looks at the name it is called by. A page of some site can have its own name point
+to 127.0.0.1 (DNS rebinding), and a browser then takes this server for a part of that site: it sends such requests with
+the site's name.
+"""
 
 import asyncio
 import hmac
@@ -20,6 +25,8 @@ class ServerLimits:
     """What a client may ask of the server."""
 
     api_key: str | None = None
+    names: frozenset[str] = frozenset()
+    """What it may be called by without a key; empty: anything."""
     body_bytes: int = 8 * 2**20
     body_seconds: float = 30.0
     request_seconds: float = 600.0
@@ -45,12 +52,21 @@ class Guards:
             await self.app(scope, receive, send)
             return
         try:
+            self._check_name(scope)
             self._check_key(scope)
             body = await self._read(scope, receive) if scope["method"] == "POST" else None
         except RefusedError as refused:
             await _answer(send, refused)
             return
         await self.app(scope, receive if body is None else _replayed(body, receive), send)
+
+    def _check_name(self, scope: MutableMapping[str, Any]) -> None:
+        names, given = self.limits.names, dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+        called = given if given.endswith("]") else given.rpartition(":")[0] or given
+        if names and self.limits.api_key is None and given and called not in names:
+            raise RefusedError(
+                403, f"this server is for its own machine, not for {called!r}; call it 127.0.0.1, or give it --api-key"
+            )
 
     def _check_key(self, scope: MutableMapping[str, Any]) -> None:
         key = self.limits.api_key
