@@ -5,10 +5,12 @@ Where a file system knows no locks, work goes on without. The file says who hold
 a run is in its directory; that of another file or directory is beside it under a hidden name.
 """
 
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,7 @@ from pathlib import Path
 from tightfit.errors import UserError
 
 LOCK_FILE = ".lock"
+MOST_BYTES = 4096
 NAMING_S = 2.0
 """How long a lock may be nameless before nobody expects a name."""
 
@@ -55,7 +58,7 @@ def refuse_if_locked(directory: Path) -> None:
     """A sentence where another process holds the lock; nothing is written."""
     path = directory / LOCK_FILE
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
     except OSError:
         return
     try:
@@ -68,12 +71,15 @@ def _taken(path: Path, output: Path) -> int:
     """A descriptor that has the lock of the file that is at `path` now, not of one that was removed meanwhile."""
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link, which may lead to anybody's file
+                raise _foreign(path) from None
             raise UserError(f"cannot write output {output}: {error.strerror}; choose a writable directory") from error
         try:
             _flock(descriptor, path, output)
             if os.fstat(descriptor).st_ino == os.stat(path).st_ino:
+                _refuse_foreign(descriptor, path)
                 return descriptor
         except FileNotFoundError:
             pass
@@ -81,6 +87,25 @@ def _taken(path: Path, output: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _refuse_foreign(descriptor: int, path: Path) -> None:
+    """A sentence where the file is somebody's, which would be written over and removed."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _is_ours(os.pread(descriptor, MOST_BYTES, 0)):
+        raise _foreign(path)
+
+
+def _foreign(path: Path) -> UserError:
+    return UserError(f"{path} is there and is no lock of tightfit; remove it, or choose another output")
+
+
+def _is_ours(content: bytes) -> bool:
+    if not content.strip(b"\0"):  # not named yet, or on a full disk
+        return True
+    try:
+        return json.loads(content).keys() == {"pid", "host", "since"}
+    except (ValueError, AttributeError):
+        return False
 
 
 def _flock(descriptor: int, path: Path, output: Path) -> None:

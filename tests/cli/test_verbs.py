@@ -5,8 +5,6 @@ import os
 import resource
 import shlex
 import signal
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,7 @@ from typer.testing import CliRunner
 
 from tests.train.conftest import make_small
 from tests.train.jobs import ended_run, tiny_job
-from tightfit.bounded_files import read_text
 from tightfit.cli import main as cli
-from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.generate import Sampling, generate
 from tightfit.models.loading import load_model
@@ -317,85 +313,6 @@ def test_mistakes_are_one_sentence_and_exit_code_2(
         assert filled(word) in sentence
     left = set(tmp_path.rglob("*")) - before
     assert not [path for path in left if path.suffix == ".safetensors" or path.name.startswith(".")]
-
-
-def test_prompts_may_come_through_a_pipe(run: Path, tightfit: Any, tmp_path: Path) -> None:
-    """They were read twice, the second time in vain."""
-    reader, writer = os.pipe()
-    os.write(writer, b'{"prompt": "the"}\n{"prompt": "quick"}\n')
-    os.close(writer)
-    made = tightfit("generate", run, "--in", f"/dev/fd/{reader}", "--out", tmp_path / "out.jsonl", "-n", 2)
-    os.close(reader)
-    assert (made.code, "2 prompts answered" in made.out) == (0, True), made.err
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["generate", "RUN", "--in", "PROMPTS", "--out", "FILE/below"],
-        ["export", "RUN", "FILE/below"],
-        ["export", "RUN", "FILE/below.gguf", "--dtype", "q4_0"],
-        ["compress", "RUN", "--method", "rtn", "--out", "FILE/below/it"],
-        ["evaluate", "RUN", "--data", "FILE", "--against", "RUN", "--picture", "FILE/below.png"],
-    ],
-    ids=lambda words: " ".join(words[:1] + words[-2:]),
-)
-def test_an_output_that_cannot_be_written_is_told_before_a_model_is_loaded(
-    words: list[str], run: Path, tightfit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def loads(*arguments: object, **more: object) -> None:
-        raise AssertionError("a model was loaded")
-
-    for module in ("serve.start", "models.saving", "compress.gguf_export", "compress.comparison"):
-        monkeypatch.setattr(f"tightfit.{module}.load_model", loads)
-    monkeypatch.setattr("tightfit.compress.compression.ModelParts", loads)
-    (tmp_path / "file.txt").write_text("some text")
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
-    places = {"RUN": run, "PROMPTS": tmp_path / "in.jsonl", "FILE": tmp_path / "file.txt"}
-    for name, place in places.items():
-        words = [word.replace(name, str(place)) for word in words]
-    made = tightfit(*words)
-    assert made.code == 2
-    assert "file.txt is not a directory; choose a writable directory" in made.err
-
-
-def test_what_was_measured_is_told_though_it_cannot_be_drawn(
-    run: Path, tightfit: Any, tmp_path: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: object) -> None:
-        raise UserError("cannot write picture: No space left on device")
-
-    monkeypatch.setattr("tightfit.report.compression_report.draw_sizes", full)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 20)
-    data = ("--data", tmp_path / "text.txt", "--seq", 32, "--cache", token_cache)
-    made = tightfit("evaluate", run, *data, "--against", run, "--picture", tmp_path / "a.png", "--json")
-    assert (made.code, "perplexity" in made.out) == (2, True)
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], ids=oct)
-def test_weights_are_as_readable_as_what_lies_beside_them(umask: int, run: Path, tightfit: Any, tmp_path: Path) -> None:
-    """safetensors 0.8 makes files that only their owner can read, whatever the umask."""
-    before = os.umask(umask)
-    try:
-        assert tightfit("export", run, tmp_path / "model").code == 0
-        assert tightfit("compress", run, "--method", "rtn", "--group", 8, "--out", tmp_path / "small").code == 0
-    finally:
-        os.umask(before)
-    for folder in ("model", "small"):
-        modes = {path.stat().st_mode & 0o777 for path in (tmp_path / folder).iterdir()}
-        assert modes == {0o666 & ~umask}
-
-
-def test_output_to_a_full_disk_and_a_closed_input_are_sentences() -> None:
-    """As a shell starts it: `tightfit models > full`, `tightfit sample … <&-`."""
-    with open("/dev/full", "w") as full:
-        made = subprocess.run(
-            [sys.executable, "-m", "tightfit", "models"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    said = "tightfit: cannot write the output: No space left on device; make room and run the same again\n"
-    assert (made.returncode, made.stderr) == (2, said)
-    with pytest.raises(UserError, match="the standard input is closed; give text"):
-        read_text(None)
 
 
 def test_ctrl_c_is_a_word_and_exit_code_130(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,18 @@ def test_weights_that_cannot_be_stored_are_refused(
     assert not (tmp_path / "small").exists()
 
 
+def test_a_directory_of_somebody_is_not_worked_in(tiny: Path, tmp_path: Path) -> None:
+    """Its files went into the result, or away with what had failed."""
+    theirs = tmp_path / ".compressing-small" / "model.safetensors"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("rtn", bits=4, group=32))
+    with pytest.raises(UserError, match=r"\.compressing-small is there and is no work of tightfit; remove it"):
+        compress(job, lambda cost: None, lambda done, total, layer: None)
+    assert theirs.read_text() == "mine"
+    assert not (tmp_path / "small").exists()
+
+
 def test_a_damaged_tokenizer_is_not_left_out_silently(tiny: Path, tmp_path: Path) -> None:
     """What came out was a model that nobody could give text to; one without a tokenizer stays so."""
     shutil.copytree(tiny, tmp_path / "broken")

@@ -225,7 +225,7 @@ def test_phases_and_steps_of_anything() -> None:
 
 def test_mistakes_get_a_sentence(job: Job, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="it is not a directory; choose another"):
+    with pytest.raises(UserError, match="is not a directory; choose a writable directory"):
         measure_job(job.model_copy(update={"output": tmp_path / "file"}), 1, quiet=True)
     split = {"layout": job.layout.model_copy(update={"tensor": 2}), "levers": Levers(loss="plain")}
     with pytest.raises(UserError, match=r"levers.loss is plain, which needs all logits"):

@@ -7,7 +7,15 @@ import pytest
 from tightfit.memory.allocator import CachingAllocator, PlainAllocator
 from tightfit.memory.formulas.segments import rounded
 from tightfit.memory.ledger import PHASES, Component, Phase
-from tightfit.memory.trace import Allocation, PhasePeak, Trace, largest_alive, ledger_of, peak_of_each_phase
+from tightfit.memory.trace import (
+    CARRIED_STEPS,
+    Allocation,
+    PhasePeak,
+    Trace,
+    largest_alive,
+    ledger_of,
+    peak_of_each_phase,
+)
 
 MIB = 2**20
 COMPONENTS: tuple[Component, ...] = ("weights", "gradients", "activations", "workspace")
@@ -235,3 +243,54 @@ def test_a_captured_step_has_a_pool_of_its_own_where_gradients_stay() -> None:
     assert update.phase == "optimizer"
     assert update.allocated_bytes == (100 + 32 + 60 + 120) * MIB
     assert sum(each.bytes for each in update.alive) == update.allocated_bytes
+
+
+def trace_of_carried_steps(*, last_activation: int = 40) -> Trace:
+    """Weights, and three steps: an activation, then what the last one left is freed, and a gradient is left."""
+    trace = Trace()
+    trace.begin("init")
+    trace.allocate(Allocation(100, "weights"))
+    left = None
+    for step in range(3):
+        if step:
+            trace.previous_start, trace.step_start = trace.step_start, len(trace.events)
+        trace.begin("forward")
+        kept = trace.allocate(Allocation(last_activation if step == 2 else 40, "activations"))
+        if left is not None:
+            trace.free(left)
+        trace.begin("backward")
+        left = trace.allocate(Allocation(50, "gradients"))
+        trace.free(kept)
+    return trace
+
+
+def test_a_step_that_frees_what_the_last_one_left_is_repeated() -> None:
+    replay = trace_of_carried_steps().replay(PlainAllocator())
+    one = [190, 140, 190, 150]
+    assert replay.allocated_bytes == [100, 140, 190, 150] + 2 * one + (CARRIED_STEPS - 1) * one
+    last = replay.occurrences[-1]
+    assert (last.phase, last.allocated_bytes) == ("backward", 190)
+    assert sum(each.bytes for each in last.alive) == 190
+    once = trace_of_carried_steps().replay(PlainAllocator(), steps=1)
+    assert once.allocated_bytes == [100, 140, 190, 150] + 2 * one
+
+
+def test_steps_that_differ_are_not_repeated() -> None:
+    replay = trace_of_carried_steps(last_activation=41).replay(PlainAllocator())
+    assert replay.allocated_bytes == [100, 140, 190, 150, 190, 140, 190, 150, 191, 141, 191, 150]
+
+
+def test_a_whole_captured_step_has_one_pool() -> None:
+    """What an update inside the graph allocates lies where activations were, in the graph's pool."""
+    trace = Trace()
+    trace.begin("init")
+    trace.allocate(Allocation(100 * MIB, "weights"))
+    trace.step_start = len(trace.events)
+    trace.begin("forward")
+    kept = trace.allocate(Allocation(400 * MIB, "activations"))
+    trace.begin("backward")
+    trace.free(kept)
+    trace.begin("optimizer")
+    trace.free(trace.allocate(Allocation(300 * MIB, "gradients", "float32")))
+    assert trace.replay(captured=True, update_captured=True).peak_reserved_bytes == 500 * MIB
+    assert trace.replay(captured=True).peak_reserved_bytes == 800 * MIB

@@ -227,12 +227,6 @@ TARGETS: dict[tuple[str, str], tuple[float, float]] = {
 FEWEST = {"memory_truth": 25, "lever_truth": 20, "split_truth": 30, "family_truth": 60, "rank_lever_truth": 30}
 STEP_TARGETS = {"memory_truth": (0.025, 0.07), "lever_truth": (0.03, 0.07), "family_truth": (0.04, 0.12)}
 """Of step times, by table; steps of several ranks are not timed."""
-STEP_EXCEPTIONS = {
-    ("family_truth", "gpt2-medium", "update_in_backward=true"): 0.24,
-    ("family_truth", "qwen2.5-0.5b", "offload=optimizer update_in_backward=true"): 0.26,
-}
-"""A step whose host needs longer for its updates inside backward than other families' do, and one of a small model
-whose states pass beside the next forward on a fast host, as no other row's do; why is not known of either."""
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -245,20 +239,10 @@ def test_predictions_are_as_near_as_we_say(name: str) -> None:
             if name not in STEP_TARGETS:
                 continue
             mean, worst = STEP_TARGETS[name]
-            worst = max([worst, *(bound for (table_name, *_), bound in STEP_EXCEPTIONS.items() if table_name == name)])
         assert found[kind].rows >= FEWEST[name], kind
         assert found[kind].mean <= mean, (kind, found[kind])
         assert found[kind].worst <= worst, (kind, found[kind])
     assert found["peak allocated", "simulation"].rows >= (40 if name == "memory_truth" else len(rows))
-
-
-@pytest.mark.parametrize("name", STEP_TARGETS)
-def test_all_other_steps_are_within_the_bound(name: str) -> None:
-    for row in table(name):
-        if row["measured_step_ms"] and row["predicted_step_ms"]:
-            error = abs(float(row["predicted_step_ms"]) / float(row["measured_step_ms"]) - 1)
-            bound = STEP_EXCEPTIONS.get((name, row["model"], row.get("more", "")), STEP_TARGETS[name][1])
-            assert error <= bound, row
 
 
 def test_splits_are_all_there() -> None:

@@ -100,6 +100,10 @@ def main() -> NoReturn:
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) has gone; say nothing more
         sys.exit(141)
+    except PermissionError as error:
+        place = error.filename or "a file"
+        print(f"tightfit: {place}: {error.strerror}; see who may read and write it, or name another", file=sys.stderr)
+        sys.exit(2)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise

@@ -68,13 +68,14 @@ class WorkingDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             sweep(self.path)
+            self._refuse_foreign()
             if not file.exists() or not self._has_shards():
                 with durable_file(file) as temporary:
                     temporary.write_text(json.dumps(work, indent=2) + "\n", encoding="utf-8")
             known = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"cannot write beside {self.target}: {error.strerror}; choose another place") from None
-        except ValueError:
+        except (json.JSONDecodeError, UnicodeDecodeError):
             known = None
         if known != work:
             differs = [name for name in work if not isinstance(known, dict) or known.get(name) != work[name]]
@@ -82,6 +83,11 @@ class WorkingDirectory:
                 f"{self.path} holds unfinished work for {self.target} that differs in its {' and '.join(differs)}; "
                 "finish that, remove the directory, or write elsewhere"
             )
+
+    def _refuse_foreign(self) -> None:
+        """A sentence for somebody's files, which would go into the result, or away with work that came to nothing."""
+        if not (self.path / WORK_FILE).exists() and any(self.path.iterdir()):
+            raise UserError(f"{self.path} is there and is no work of tightfit; remove it, or write elsewhere")
 
     def _has_shards(self) -> bool:
         """Whether anything is finished, of this work or of another."""

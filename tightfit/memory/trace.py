@@ -6,13 +6,19 @@ ledger. Tensors of memory/host.py are in host memory: they bypass the GPU's allo
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from tightfit.memory.allocator import Allocator, CachingAllocator, PlainAllocator
 from tightfit.memory.ledger import Component, Ledger, Line, Phase, Place, Source
 
+CARRIED_STEPS = 6
+"""Times that a step is played which frees what the one before it left: blocks of the allocator come to lie otherwise
+from step to step. A segment more was needed by the fourth or the sixth (Qwen2.5-1.5B and Llama 1B with states on the
+host), and by none of the eight after it that were measured."""
+NOTHING_CARRIED: Mapping[int, int] = MappingProxyType({})
 CAPTURED = 1 << 20
 """Streams from here on are those of a graph's pool."""
 
@@ -96,13 +102,15 @@ class Replay:
 class Trace:
     """`events` has i where allocation i is made and ~i where it is freed; `starts` has the first event of each phase.
 
-    Events from `step_start` on are one training step, which a replay may repeat.
+    Events from `step_start` on are one training step, which a replay may repeat. Where a step leaves allocations that
+    the next one frees, the step before it is traced too, from `previous_start` on.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     starts: list[tuple[int, Phase]] = field(default_factory=list)
     step_start: int | None = None
+    previous_start: int | None = None
 
     def begin(self, phase: Phase) -> None:
         """Events from here on belong to `phase`."""
@@ -129,17 +137,36 @@ class Trace:
     ) -> Replay:
         """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own.
 
+        A step that frees what the one before it left is repeated `CARRIED_STEPS` times, unless `steps` is 1.
+
         Steps that are `captured` (train/step_graph.py) are two: one as ever, and one whose forward and backward have a
         pool of their own, where gradients stay; with `update_captured` the whole step has.
         """
         player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
         if self.step_start is not None:
-            for _ in range(0 if captured else steps - 1):
-                player.play(self.step_start, len(self.events))
+            carried = self._carried()
+            repeated = 0 if captured or carried is None else steps - 1
+            for _ in range(CARRIED_STEPS - 1 if carried and repeated else repeated):
+                player.play(self.step_start, len(self.events), carried or {})
             if captured:
                 player.capture(self.step_start, len(self.events), whole=update_captured)
         return player.replay()
+
+    def _carried(self) -> dict[int, int] | None:
+        """By what the step frees of the step before, what it leaves itself in its place; None where steps differ.
+
+        What it frees only after its successor is there is left out: that one takes its place when it is made.
+        """
+        if self.previous_start is None or self.step_start is None:
+            return {}
+        before = [event for event in self.events[self.previous_start : self.step_start] if event >= 0]
+        own = [event for event in self.events[self.step_start :] if event >= 0]
+        if [self.allocations[n].bytes for n in before] != [self.allocations[n].bytes for n in own]:
+            return None
+        place = {event: at for at, event in enumerate(self.events[self.step_start :])}
+        pairs = zip(before, own, strict=True)
+        return {old: new for old, new in pairs if ~old in place and place[~old] < place[new]}
 
 
 class _Player:
@@ -162,13 +189,14 @@ class _Player:
         host = self._occurrences("host") if self.apart and any(self.allocated["host"]) else []
         return Replay(self.allocated["gpu"], self.reserved, self.starts, self._occurrences("gpu"), host)
 
-    def play(self, begin: int, end: int) -> None:
+    def play(self, begin: int, end: int, carried: Mapping[int, int] = NOTHING_CARRIED) -> None:
+        """Play a range; freed is what took the place of allocations that are `carried`."""
         shift = len(self.played) - begin
         if begin and (inside := [phase for at, phase in self.trace.starts if at <= begin]):
             self.starts.append((len(self.played), inside[-1]))
         self.starts += [(at + shift, phase) for at, phase in self.trace.starts if begin <= at < end]
         for event in self.trace.events[begin:end]:
-            self._play(event)
+            self._play(~carried[~event] if ~event in carried else event)
 
     def capture(self, begin: int, end: int, *, whole: bool) -> None:
         """Play a step after what was cached is given back, with what it allocates before the update, or as a `whole`,

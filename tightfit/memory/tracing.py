@@ -95,8 +95,8 @@ class Tracer(TorchDispatchMode):
             self.paused = before
 
     def begin_step(self) -> None:
-        """Later events are those of one training step."""
-        self.trace.step_start = len(self.trace.events)
+        """Later events are those of one training step; earlier ones since the last call, of the step before."""
+        self.trace.previous_start, self.trace.step_start = self.trace.step_start, len(self.trace.events)
 
     def claim(self, tensors: Iterable[Tensor], component: Component, detail: str = "") -> None:
         """Assign these tensors' memory, traced already or not, to `component`."""

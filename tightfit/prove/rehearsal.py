@@ -43,10 +43,6 @@ from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.step import Batch, OnPhase, StepResult, ignore, train_step
 from tightfit.train.step_graph import StepGraph, step_graph
 
-CARRIED_STEPS = 8
-"""Where what a step leaves is freed in the next, blocks of the allocator come to lie otherwise from step to step: a
-segment more was needed by the fourth or the sixth (Qwen2.5-1.5B and Llama 1B with states on the host), and by none of
-the eight after it that were measured."""
 DIRECT_LAYERS = 48
 """Models of up to this many layers are traced whole, in seconds; reserved memory is then replayed exactly."""
 GPU_KERNELS = Implementations(norm="triton", rope="triton", glu="triton", linear_cross_entropy="triton")
@@ -195,8 +191,8 @@ def trace_step(
 ) -> Trace:
     """The trace from building the model to the end of one step, on the first rank of a stage.
 
-    `warm_up` runs a step before, for optimizers that allocate their states in the first one. `carries_over` does too,
-    where a step leaves tensors that the next one frees; such steps are all traced, none is repeated in replays.
+    `warm_up` runs a step before, for optimizers that allocate their states in the first one. `carries_over` runs two,
+    where a step leaves tensors that the next one frees.
     """
     with ExitStack() as stack:
         mesh = None
@@ -209,10 +205,11 @@ def trace_step(
         tracer.product_workspace_bytes = overheads.workspace_bytes // 2
         if warm_up or carries_over:
             step(lambda phase: tracer.begin("first step"))
-        if not carries_over:
+        if carries_over:
             tracer.begin_step()
-        for _ in range(CARRIED_STEPS - 1 if carries_over else 1):
             step(tracer.begin)
+        tracer.begin_step()
+        step(tracer.begin)
     return tracer.trace
 
 

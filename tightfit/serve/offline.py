@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tightfit.bounded_files import read_bounded, require_regular
+from tightfit.durable import NO_ROOM
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.tokenizer import Tokenizer
@@ -254,7 +255,8 @@ def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}; make room and run the same again") from error
+        fix = "make room and run the same again" if error.errno in NO_ROOM else "name another --out"
+        raise UserError(f"cannot write {target}: {error.strerror}; {fix}") from error
 
 
 def _append(lines: Iterator[dict[str, Any]], target: Path, done: Finished, told: Callable[[int], None]) -> None:

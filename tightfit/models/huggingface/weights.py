@@ -241,7 +241,9 @@ def _reading(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as tensors:
             yield tensors
-    except FileNotFoundError:
+    except FileNotFoundError:  # safetensors says so of files that may not be read, too
+        if path.exists():
+            raise UserError(f"{path} may not be read by this user; see who may read it") from None
         raise UserError(f"{path} does not exist; download the model again") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read ({error}); it may be cut short, download it again") from None
