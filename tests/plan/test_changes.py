@@ -10,6 +10,7 @@ import pytest
 
 from tests.plan.questions import planned, question
 from tightfit.errors import UserError
+from tightfit.hardware.catalog import find_accelerator
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.jobs.levers import Levers
@@ -164,3 +165,21 @@ def test_engines_are_named_and_not_what_they_leave_out(pins: tuple[str, ...], ro
         answer(question("llama-3.2-1b", "2xA100-80GB", 2048, rows, *pins, engine="hf"))
     assert all(word in str(refused.value) for word in words), refused.value
     assert "levers.loss" not in str(refused.value)
+
+
+def test_other_cards_ask_the_rulebook_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are looked for on every larger card of a vendor, some fifty of them, and rules know no cards."""
+    asked = question("llama-3.2-1b", "4xRTX3060", 2048, 4).space
+    card = find_accelerator("B200")
+    pressed = asked.last_resort()
+    assert pressed is not None
+    said = [[(layout, each.levers_of(layout)) for layout in each.layouts()] for each in (asked, pressed)]
+    monkeypatch.setattr("tightfit.plan.search.space.refused_workload", None)  # who asks fails
+    larger = asked.with_card(replace(asked.machine, accelerator=card))
+    pressed = larger.last_resort()
+    assert pressed is not None
+    assert larger.machine.accelerator == pressed.machine.accelerator == card
+    assert said == [[(layout, each.levers_of(layout)) for layout in each.layouts()] for each in (larger, pressed)]
+    assert min(map(len, said)) > 5
+    with pytest.raises(TypeError):
+        next(replace(asked, lossy=True).layouts())

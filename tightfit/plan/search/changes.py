@@ -8,7 +8,7 @@ longer: there may be a faster one).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, product
+from itertools import combinations, product
 from math import ceil
 from operator import itemgetter
 from typing import Any
@@ -128,11 +128,9 @@ def _fitting(space: SearchSpace) -> Candidate | None:
         families = list(space.families(lambda layout: pricing.card_may_hold(layout, levers[-1]))) if levers else []
         if space.machine.host_bytes is None:  # what does not fit with the strongest levers fits with none
             families = [family for family in families if _fits_with(pricing, family, None)]
-        families.sort(key=lambda family: _bound_s(pricing, family))
         for group in levers.groups if families else ():
-            fit = (family for family in families if _fits_with(pricing, family, group))
-            if chosen := list(islice(fit, MOST_SEARCHED)):
-                return search(space, chosen).best
+            if fit := [family for family in families if _fits_with(pricing, family, group)]:
+                return search(space, sorted(fit, key=lambda family: _bound_s(pricing, family))[:MOST_SEARCHED]).best
     except UserError:  # pins contradict the change, or the card lacks the number format
         pass
     return None
@@ -183,4 +181,4 @@ def _other_cards(space: SearchSpace) -> Ways:
         counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
         inter = LINKS[card.network or DEFAULT_NETWORK]
         text = f"{counts}{card.name}"
-        yield text, replace(space, machine=replace(machine, accelerator=card, intra=card.peer, inter=inter, text=text))
+        yield text, space.with_card(replace(machine, accelerator=card, intra=card.peer, inter=inter, text=text))

@@ -12,7 +12,7 @@ A pin brings them back.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, product
 from typing import Any
@@ -48,6 +48,19 @@ NOT_SEARCHED = ("shard_inside", "sequence_parallel")
 """Fields that stay at their default unless they are pinned."""
 
 
+class RulebookAnswers:
+    """What the rulebook has said about layouts and levers of a search space: nothing of it depends on the card."""
+
+    def __init__(self) -> None:
+        self.levers: dict[object, LeverSets] = {}
+        self.reasons: dict[Layout, str | None] = {}
+
+    @cached_property
+    def in_last_resort(self) -> "RulebookAnswers":
+        """The same with the levers of last resort."""
+        return RulebookAnswers()
+
+
 @dataclass(frozen=True)
 class SearchSpace:
     """Where to look: a workload on a machine, with pins; `lossy` lets optimizer states be narrowed."""
@@ -56,6 +69,7 @@ class SearchSpace:
     machine: Machine
     pins: Pins = NO_PINS
     lossy: bool = False
+    answers: RulebookAnswers = field(init=False, repr=False, compare=False, default_factory=RulebookAnswers)
 
     @property
     def overheads(self) -> Overheads:
@@ -68,7 +82,15 @@ class SearchSpace:
         left = {name: value for name, value in values.items() if name not in self.pins.levers}
         if self.machine.ranks == 1 or not left:
             return None
-        return replace(self, pins=self.pins.with_levers(left))
+        return replace(self, pins=self.pins.with_levers(left))._knowing(self.answers.in_last_resort)
+
+    def with_card(self, machine: Machine) -> "SearchSpace":
+        """The same on a machine of as many other cards."""
+        return replace(self, machine=machine)._knowing(self.answers)
+
+    def _knowing(self, answers: RulebookAnswers) -> "SearchSpace":
+        object.__setattr__(self, "answers", answers)
+        return self
 
     def layouts(self) -> Iterator[Layout]:
         """Every layout; none where the pins leave none."""
@@ -97,6 +119,12 @@ class SearchSpace:
 
     def _reason(self, layout: Layout) -> str | None:
         """What the rulebook has against `layout`, or against all levers in it."""
+        reasons = self.answers.reasons
+        if layout not in reasons:
+            reasons[layout] = self._found_reason(layout)
+        return reasons[layout]
+
+    def _found_reason(self, layout: Layout) -> str | None:
         if sentence := self.refusal(layout, NO_LEVERS):
             return sentence
         if not self.pins.levers or self.levers_of(layout):
@@ -214,7 +242,8 @@ class SearchSpace:
 
     def levers(self, *, host: bool = True) -> LeverSets:
         """Every set of levers, the simplest first and the strongest last; without `host` memory where that is asked."""
-        if host not in self._levers:
+        known = self.answers.levers
+        if host not in known:
             workload = self.workload
             wanted = Wanted(
                 host=host,
@@ -225,8 +254,8 @@ class SearchSpace:
             sets = lever_sets(wanted, self.pins.levers)
             if "checkpoint_every" not in self.pins.levers and workload.engine.recomputes_all_or_nothing:
                 sets = [each for each in sets if each.checkpoint_every <= 1]
-            self._levers[host] = LeverSets(sets)
-        return self._levers[host]
+            known[host] = LeverSets(sets)
+        return known[host]
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> LeverSets:
         """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
@@ -241,14 +270,11 @@ class SearchSpace:
             layout.ranks > 1,
             self.accumulates(layout),
         )
-        if alike not in self._levers:
+        known = self.answers.levers
+        if alike not in known:
             every = self.levers(host=host)
-            self._levers[alike] = LeverSets(each for each in every if self.refusal(layout, each) is None)
-        return self._levers[alike]
-
-    @cached_property
-    def _levers(self) -> dict[object, LeverSets]:
-        return {}
+            known[alike] = LeverSets(each for each in every if self.refusal(layout, each) is None)
+        return known[alike]
 
     def check(self) -> None:
         """A sentence where pins or the batch leave no layout or no levers at all."""
