@@ -1,6 +1,10 @@
-"""While a graph is captured nothing is collected: a graph that is freed then would end the capture."""
+"""While a graph is captured nothing is collected: a graph that is freed then would end the capture.
+
+And random numbers are drawn after one that failed, where torch would refuse; constants are kept with the graph.
+"""
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +12,27 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.kernels.capture import capturing
+from tightfit.kernels.capture import capturing, sent
+
+
+class Generator:
+    """As much of torch's as a capture asks for."""
+
+    state = "before"
+
+    def clone_state(self) -> str:
+        return self.state
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
+
+
+@pytest.fixture(autouse=True)
+def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
+    made = Generator()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (made,))
+    return made
 
 
 @pytest.fixture
@@ -44,3 +68,41 @@ def test_collections_are_what_they_were_before(states: list[Any], on: bool) -> N
         assert gc.isenabled() == on
     finally:
         gc.enable()
+
+
+def test_the_generator_has_its_state_of_before_after_a_capture_that_failed(
+    states: list[Any], generator: Generator
+) -> None:
+    with capturing("a graph"):  # type: ignore[arg-type]
+        generator.state = "captured"
+    assert generator.state == "captured", "as torch left it"
+    generator.state = "before"
+
+    def fails() -> None:
+        generator.state = "captured"
+        raise RuntimeError("during capture")
+
+    with pytest.raises(RuntimeError), capturing("a graph"):  # type: ignore[arg-type]
+        fails()
+    assert generator.state == "before"
+
+
+def test_what_is_sent_during_a_capture_stays_with_the_graph(states: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        constants: list[torch.Tensor]
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    values, threads = torch.arange(3), set()
+
+    class Values:
+        def to(self, device: object) -> torch.Tensor:
+            threads.add(threading.get_ident())
+            return values
+
+    graph: Any = Graph()
+    with capturing(graph):
+        there = sent(Values(), torch.device("cuda"))  # type: ignore[arg-type]
+    assert graph.constants == [there]
+    assert threads
+    assert threading.get_ident() not in threads, "the thread that captures may not copy"
+    assert sent(values, torch.device("cpu")) is values
