@@ -38,7 +38,7 @@ class PeerUpdater:
     """Some torch optimizer as an updater of weights, gradients and moments."""
 
     needs_gradients_in_weight_dtype = True
-    changing: Tensor | None = None
+    device_numbers: Tensor | None = None
 
     def __init__(
         self, weights: list[Tensor], make: Callable[..., torch.optim.Optimizer], settings: Optimizer, decay: float

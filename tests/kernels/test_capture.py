@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.kernels.capture import capturing, sent
+from tightfit.kernels.capture import capturing, graph_constant
 
 
 class Generator:
@@ -101,8 +101,8 @@ def test_what_is_sent_during_a_capture_stays_with_the_graph(states: list[Any], m
 
     graph: Any = Graph()
     with capturing(graph):
-        there = sent(Values(), torch.device("cuda"))  # type: ignore[arg-type]
+        there = graph_constant(Values(), torch.device("cuda"))  # type: ignore[arg-type]
     assert graph.constants == [there]
     assert threads
     assert threading.get_ident() not in threads, "the thread that captures may not copy"
-    assert sent(values, torch.device("cpu")) is values
+    assert graph_constant(values, torch.device("cpu")) is values

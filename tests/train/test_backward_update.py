@@ -20,7 +20,7 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble
 from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
-from tightfit.train.optimizer.updaters import ChangingNumbers, TorchUpdater, adamw_numbers
+from tightfit.train.optimizer.updaters import DeviceNumbers, TorchUpdater, adamw_numbers
 from tightfit.train.precision import LossScale
 from tightfit.train.step import NotFiniteError, accumulate, train_step
 
@@ -271,8 +271,8 @@ def test_updates_that_are_told_the_loss_skip_one_that_is_not_finite(clip_norm: f
 
 def test_numbers_in_device_memory_are_those_of_the_update() -> None:
     settings = Optimizer(lr=1e-2, betas=(0.9, 0.95))
-    changing = ChangingNumbers(settings, [0.1, 0.0, 0.1], CPU)
-    changing.fill(3e-3, 7)
+    there = DeviceNumbers(settings, [0.1, 0.0, 0.1], CPU)
+    there.fill(3e-3, 7)
     for decay in (0.0, 0.1):
         wanted = adamw_numbers(settings, 3e-3, weight_decay=decay, step=7).scalars[:3]
-        assert changing.of(decay).tolist() == torch.tensor(wanted).tolist()
+        assert there.of(decay).tolist() == torch.tensor(wanted).tolist()

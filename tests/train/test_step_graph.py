@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.models import ragged_batch, tiny_model
+from tests.train.models import TINY, ragged_batch, tiny_model
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
+from tightfit.train import step_graph
 from tightfit.train.assembly import assemble
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -34,7 +36,7 @@ class LaunchedStep:
         graph, places = self.graph, self.places
         assert graph._numbers is not None
         counts = graph.optimizer.counts
-        with graph.optimizer.reading(graph._numbers):
+        with graph.optimizer.reading_numbers(graph._numbers):
             graph.updates.begin(float(places.share) * RATES[graph.optimizer.counts[0][0]])
             output = graph.model(**places.arguments, divisor=places.divisor)
             graph.updates.skip_unless_finite(output.loss.detach())
@@ -55,9 +57,9 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
-def made() -> tuple[Decoder, MasterAdamW]:
-    model, settings = tiny_model(), Optimizer(clip_norm=0.1)
-    levers = Levers(update_in_backward=True)
+def made(*, inside: bool = True, l1: float = 0.0) -> tuple[Decoder, MasterAdamW]:
+    model, settings = tiny_model(), Optimizer(clip_norm=0.1, l1=l1)
+    levers = Levers(update_in_backward=inside)
     return model, assemble(model, None, Layout(), levers, "fp32", settings, CPU, lambda decoder: None)[1]
 
 
@@ -122,3 +124,18 @@ def test_weights_that_were_updated_differently_often_are_no_graph() -> None:
     with pytest.warns(UserWarning, match="have been updated"):
         train_step(model, optimizer, [ragged_batch(4)], CPU, 1e-2, LossScale(), graph=graph)
     assert optimizer.counts == [[count + 1 for count in bucket] for bucket in counts]
+
+
+def test_which_graph_a_step_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L1 shrinks weights by the learning rate, which the host multiplies: no graph with updates inside."""
+    monkeypatch.setattr(step_graph, "is_captured", lambda *_: True)
+    workload = Workload(spec=TINY, sequence_length=8, global_batch=1)
+
+    def kind(**asked: Any) -> type:
+        model, optimizer = made(**asked)
+        how = (workload, Layout(), Levers(update_in_backward=asked.get("inside", True)))
+        return type(step_graph.step_graph(model, optimizer, torch.device("cuda"), *how))
+
+    assert kind() is UpdatingStepGraph
+    assert kind(inside=False) is kind(inside=False, l1=0.1) is step_graph.StepGraph
+    assert kind(l1=0.1) is type(None)

@@ -112,7 +112,7 @@ def reference(
 
 
 @triton.jit
-def changing(numbers_ptr, rate, root, kept):  # type: ignore[no-untyped-def]
+def step_numbers(numbers_ptr, rate, root, kept):  # type: ignore[no-untyped-def]
     """The numbers that change from step to step, as given or from device memory."""
     if numbers_ptr is not None:
         rate, root, kept = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
@@ -162,7 +162,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
     g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32) * factor
-    rate, root, kept = changing(numbers_ptr, rate, root, kept)
+    rate, root, kept = step_numbers(numbers_ptr, rate, root, kept)
     w = tl.load(weight_ptr + at, mask=here, other=0).to(tl.float32)
     m = tl.load(m_ptr + at, mask=here, other=0).to(tl.float32)
     v = tl.load(v_ptr + at, mask=here, other=0).to(tl.float32)

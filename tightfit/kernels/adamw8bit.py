@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tightfit.kernels.adamw import NUMBERS, Numbers, bump_version, changing, new_weight, updated_weight, write
+from tightfit.kernels.adamw import NUMBERS, Numbers, bump_version, new_weight, step_numbers, updated_weight, write
 from tightfit.kernels.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.stochastic_rounding import stochastic
@@ -150,7 +150,7 @@ def adamw8bit_kernel(  # type: ignore[no-untyped-def]
     at = (block // row_blocks) * width + column
     here = whole & (column < width)
     g = tl.load(gradient_ptr + at, mask=here, other=0).to(tl.float32) * factor
-    rate, root, kept = changing(numbers_ptr, rate, root, kept)
+    rate, root, kept = step_numbers(numbers_ptr, rate, root, kept)
     w = tl.load(weight_ptr + at, mask=here, other=0).to(tl.float32)
     m_code = tl.load(m_ptr + at, mask=here, other=0).to(tl.int32)
     v_code = tl.load(v_ptr + at, mask=here, other=0).to(tl.int32)

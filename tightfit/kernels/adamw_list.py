@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tightfit.kernels.adamw import Numbers, bump_version, changing, new_weight, reference
+from tightfit.kernels.adamw import Numbers, bump_version, new_weight, reference, step_numbers
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.tensor_table import (
     CHUNK,
@@ -71,7 +71,7 @@ def list_kernel(  # type: ignore[no-untyped-def]
         factor = tl.load(factor_ptr)
     if factor != factor:
         return
-    rate, root, kept = changing(numbers_ptr, rate, root, kept)
+    rate, root, kept = step_numbers(numbers_ptr, rate, root, kept)
     for block in range(0, CHUNK, BLOCK):
         at = first + block + tl.arange(0, BLOCK)
         here = at < size

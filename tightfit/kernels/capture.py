@@ -45,8 +45,8 @@ def capturing(graph: "torch.cuda.CUDAGraph", **options: Any) -> Iterator[None]:
         graph.constants = own  # type: ignore[attr-defined]
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the host on `device`, without waiting for what that has to do before."""
+def graph_constant(values: Tensor, device: torch.device) -> Tensor:
+    """`values` of the host on `device`, copied beside what that has to do; kept with the graph that is captured."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return values.to(device, non_blocking=True)
     assert _constants is not None, "a capture that nobody keeps constants for"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightfit.kernels.capture import sent
+from tightfit.kernels.capture import graph_constant
 from tightfit.kernels.triton_support import tl, triton
 
 CHUNK = 8192
@@ -29,7 +29,7 @@ def make_table(*kinds: Sequence[Tensor]) -> tuple[Tensor, int]:
     for size in sizes:
         starts.append(starts[-1] + -(-size // CHUNK))
     rows = [*([tensor.data_ptr() for tensor in kind] for kind in kinds), sizes, starts[:-1]]
-    return sent(torch.tensor(rows, dtype=torch.int64), kinds[0][0].device), starts[-1]
+    return graph_constant(torch.tensor(rows, dtype=torch.int64), kinds[0][0].device), starts[-1]
 
 
 @triton.jit

@@ -37,7 +37,7 @@ from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.plan.cost import Costs
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.optimizer.backward_update import BackwardUpdate
-from tightfit.train.optimizer.updaters import ChangingNumbers
+from tightfit.train.optimizer.updaters import DeviceNumbers
 from tightfit.train.step import Batch, inputs, objective, require_finite
 
 Arguments = dict[str, Tensor | None]
@@ -180,7 +180,7 @@ class UpdatingStepGraph(StepGraph):
     def release(self) -> None:
         """Give the memory of the graph back."""
         super().release()
-        self._numbers: ChangingNumbers | None = None
+        self._numbers: DeviceNumbers | None = None
         self._updated: list[list[int]] = []
         """1 for each weight of each bucket that the graph updates."""
 
@@ -207,13 +207,13 @@ class UpdatingStepGraph(StepGraph):
         self.optimizer.counts = _sums(counts, self._updated)
         return loss, norm, tokens
 
-    def _whole(self, passed: Arguments, lr: float) -> tuple[torch.cuda.CUDAGraph, _Places, ChangingNumbers]:
+    def _whole(self, passed: Arguments, lr: float) -> tuple[torch.cuda.CUDAGraph, _Places, DeviceNumbers]:
         """The graph of a step, and what it reads."""
         places = self._places or self._prepared(passed)
-        numbers = self._numbers or self.optimizer.changing_numbers(self.device)
+        numbers = self._numbers or self.optimizer.device_numbers(self.device)
         if self._first is None:
             counts = self.optimizer.counts
-            with self.optimizer.reading(numbers):
+            with self.optimizer.reading_numbers(numbers):
                 graph = self._captured_step(places, lr)
             self._updated = _sums(self.optimizer.counts, counts, sign=-1)
             self.optimizer.counts = counts  # nothing has been updated yet

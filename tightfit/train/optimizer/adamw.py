@@ -45,7 +45,7 @@ from tightfit.train.engine import Engine
 from tightfit.train.optimizer.backward_update import BackwardUpdate, SplitWeight, Update
 from tightfit.train.optimizer.offloading import Named, Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
-from tightfit.train.optimizer.updaters import ChangingNumbers, FormatUpdater, TorchUpdater, Updater
+from tightfit.train.optimizer.updaters import DeviceNumbers, FormatUpdater, TorchUpdater, Updater
 
 if TYPE_CHECKING:  # which need an optimizer
     from tightfit.train.buffered_steps import BufferedSteps
@@ -269,20 +269,20 @@ class MasterAdamW:
         for bucket, own in zip(self.buckets, counts, strict=True):
             bucket.updater.counts = [*own]
 
-    def changing_numbers(self, device: torch.device) -> ChangingNumbers:
+    def device_numbers(self, device: torch.device) -> DeviceNumbers:
         """Those of all buckets."""
-        return ChangingNumbers(self.settings, [bucket.updater.weight_decay for bucket in self.buckets], device)
+        return DeviceNumbers(self.settings, [bucket.updater.weight_decay for bucket in self.buckets], device)
 
     @contextmanager
-    def reading(self, numbers: ChangingNumbers) -> Iterator[None]:
-        """Updates are launched to read `numbers`."""
+    def reading_numbers(self, numbers: DeviceNumbers) -> Iterator[None]:
+        """Kernels that are launched inside read the numbers of their update from device memory."""
         for bucket in self.buckets:
-            bucket.updater.changing = numbers.of(bucket.updater.weight_decay)
+            bucket.updater.device_numbers = numbers.of(bucket.updater.weight_decay)
         try:
             yield
         finally:
             for bucket in self.buckets:
-                bucket.updater.changing = None
+                bucket.updater.device_numbers = None
 
     def uncount_step(self) -> None:
         """The last step's factor was NaN: it is not counted."""

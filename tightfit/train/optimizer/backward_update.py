@@ -104,8 +104,8 @@ class BackwardUpdate:
         self.is_first: bool | None = None
         self.previous_totals = torch.zeros(2, dtype=torch.float32, device=device)
         """Σ‖g‖² of the previous step, and the share of it that the estimate trusts."""
-        self.skip: Tensor | None = None
-        """NaN where nothing may be updated, else 1; None where the host knows that it may."""
+        self.gate: Tensor | None = None
+        """What factors are multiplied by: 1, or NaN, with which nothing is updated; None where the host knows the loss."""
         self.groups = [list(weight.groups()) for weight in weights]
         for number, update in enumerate(early):
             (weight,) = update.weights
@@ -122,7 +122,7 @@ class BackwardUpdate:
     @torch.no_grad()
     def begin(self, lr: float) -> None:
         """Prepare for a backward pass whose updates have this learning rate."""
-        self.lr, self.skip = lr, None
+        self.lr, self.gate = lr, None
         if self.is_first is None:  # not in the constructor: states may have been loaded since
             self.is_first = not bool(self.previous_norms.any())
         self.norms[0].zero_()
@@ -132,8 +132,8 @@ class BackwardUpdate:
     @torch.no_grad()
     def skip_unless_finite(self, loss: Tensor) -> None:
         """Update nothing in this pass if the loss turns out not to be finite, which the host does not know yet."""
-        self.skip = torch.where(loss.isfinite(), 1.0, torch.nan)
-        self.previous_totals = self.previous_totals * self.skip
+        self.gate = torch.where(loss.isfinite(), 1.0, torch.nan)
+        self.previous_totals = self.previous_totals * self.gate
 
     @torch.no_grad()
     def finish(self) -> Tensor:
@@ -147,7 +147,7 @@ class BackwardUpdate:
         factor = self._late_factor()
         for update in self.late:
             update.apply(self.lr, factor)
-        own = self.norms[0] if self.skip is None else torch.where(self.skip.isnan(), self.norms[1], self.norms[0])
+        own = self.norms[0] if self.gate is None else torch.where(self.gate.isnan(), self.norms[1], self.norms[0])
         self.norms[1].copy_(own)
         self.is_first = False
         return self.seen[0].sqrt()
@@ -188,7 +188,7 @@ class BackwardUpdate:
     def _factor(self, number: int) -> Tensor | None:
         """What early gradient `number` is multiplied by; its square is added to what has been seen."""
         if not self.clip_norm:
-            return self.skip
+            return self.gate
         if self.is_first:
             both = self.norms[:, number]
             self.seen.addcmul_(both, both)
@@ -199,7 +199,7 @@ class BackwardUpdate:
         """What all late gradients are multiplied by: all norms are known now. In the first step, where others have been
         clipped one by one, they share what was left to them."""
         if not self.clip_norm:
-            return self.skip
+            return self.gate
         first = len(self.early)
         self._sum_over_shards(first)
         squares = self.norms[:, first:].square().sum(dim=1)
@@ -207,7 +207,7 @@ class BackwardUpdate:
         if self.is_first:
             return clip_factor(squares[0].sqrt(), self.clip_norm * ((self.count - first) / self.count) ** 0.5)
         factor = clip_factor(self.seen[0].sqrt(), self.clip_norm)
-        return factor if self.skip is None else factor * self.skip
+        return factor if self.gate is None else factor * self.gate
 
 
 def _sum_squares(norms: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:

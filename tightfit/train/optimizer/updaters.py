@@ -27,7 +27,7 @@ def adamw_numbers(settings: Optimizer, lr: float, *, weight_decay: float, step: 
     return Numbers(lr=lr, beta1=beta1, beta2=beta2, eps=settings.eps, weight_decay=weight_decay, step=step, key=key)
 
 
-class ChangingNumbers:
+class DeviceNumbers:
     """What of AdamW's numbers changes from step to step, in device memory: a row for each weight decay.
 
     The updates of a CUDA graph read it; `fill` before each replay.
@@ -56,8 +56,8 @@ class Updater(Protocol):
     weight_decay: float
     counts: list[int]
     """How often each weight has been updated."""
-    changing: Tensor | None
-    """`ChangingNumbers` of its weight decay while a graph is captured."""
+    device_numbers: Tensor | None
+    """`DeviceNumbers` of its weight decay while a graph is captured."""
 
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
@@ -85,7 +85,7 @@ class TorchUpdater:
 
     needs_gradients_in_weight_dtype = True
 
-    changing: Tensor | None = None
+    device_numbers: Tensor | None = None
 
     def __init__(self, weights: list[Tensor], settings: Optimizer, weight_decay: float) -> None:
         self.weights, self.counts = weights, [0] * len(weights)
@@ -127,7 +127,7 @@ class TorchUpdater:
                 states = [self.adamw.state[weight] for weight in weights]
                 m, v = ([state[moment] for state in states] for moment in MOMENTS)
                 numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=count + 1)
-                adamw_list(weights, own, m, v, factor, numbers._replace(on_device=self.changing))
+                adamw_list(weights, own, m, v, factor, numbers._replace(on_device=self.device_numbers))
 
     def _torch_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
         """Torch's fused AdamW divides gradients by `grad_scale`, so that is the factor's reciprocal."""
@@ -180,7 +180,7 @@ class EntryUpdater(Generic[EntryType]):
     settings: Optimizer
     weight_decay: float
     seed: int | None
-    changing: Tensor | None = None
+    device_numbers: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -195,7 +195,7 @@ class EntryUpdater(Generic[EntryType]):
     def _numbers(self, entry: EntryType, lr: float) -> Numbers:
         key = None if self.seed is None else key_of(self.seed, entry.name, entry.step)
         numbers = adamw_numbers(self.settings, lr, weight_decay=self.weight_decay, step=entry.step, key=key)
-        return numbers._replace(on_device=self.changing)
+        return numbers._replace(on_device=self.device_numbers)
 
     def states(self, index: int) -> States:
         """The state tensors of a weight by kind; of those on the host, up to date after `link.synchronize`."""
