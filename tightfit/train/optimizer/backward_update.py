@@ -105,7 +105,7 @@ class BackwardUpdate:
         self.previous_totals = torch.zeros(2, dtype=torch.float32, device=device)
         """Σ‖g‖² of the previous step, and the share of it that the estimate trusts."""
         self.gate: Tensor | None = None
-        """What factors are multiplied by: 1, or NaN, with which nothing is updated; None where the host knows the loss."""
+        """What factors are multiplied by: 1, or NaN, which updates nothing; None where the host has seen the loss."""
         self.groups = [list(weight.groups()) for weight in weights]
         for number, update in enumerate(early):
             (weight,) = update.weights
