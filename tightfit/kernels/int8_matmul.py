@@ -104,7 +104,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         else:
             codes = tl.load(at_codes + k[None, :], mask=(k < K)[None, :], other=0)
             q = tl.load(at_q + k[:, None], mask=(k < K)[:, None], other=0)
-        total = tl.dot(codes, q, total)
+        total = tl.dot(codes, q, total, out_dtype=tl.int32)
     here = in_m[None, :] & in_n[:, None]
     out = m[None, :] * N + n[:, None]
     if IS_SHARED:
@@ -160,7 +160,7 @@ def many_rows_kernel(  # type: ignore[no-untyped-def]
         else:
             q = tl.load(at_q + k[None, :], mask=(k < K)[None, :], other=0)
             codes = tl.load(at_codes + k[:, None], mask=(k < K)[:, None], other=0)
-        total = tl.dot(q, codes, total)
+        total = tl.dot(q, codes, total, out_dtype=tl.int32)
     row_scale = tl.load(row_scale_ptr + m * row_scale_stride, mask=in_m, other=0.0)
     scale = tl.load(scale_ptr + n * scale_stride, mask=in_n, other=0.0).to(tl.float32)
     y = total.to(tl.float32) * row_scale[:, None] * scale[None, :]
