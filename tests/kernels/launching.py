@@ -184,6 +184,8 @@ def launch_decoding(card: Card) -> None:
     packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
     cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
     tightfit.kernels.quantized_linear.launch_some(torch.ones(17, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
+    for zero in card.some(None, scale):
+        tightfit.kernels.quantized_linear._run_expand(packed, scale, zero, 4, 128, dtype)
     rows, few = tightfit.kernels.packed_rows, torch.ones(3, 256, dtype=dtype)
     share = rows.RowTiles(block_n=32, parts=2, stages=3)
     added: Parts = {"zero": None, "residual": few}

@@ -1,6 +1,6 @@
 """x · Wᵀ with both factors in 8-bit integers: a scale per token, found as tokens come, and a scale per output.
 
-    s_x[m] = max_k |x[m, k]| / 127,   q = round(x / s_x),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
+    s_x[m] = max_k |x[m, k]| / 127,   q = round(x · (1 / s_x)),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
 
 Or s_x is one number for all tokens, known before, beyond whose range q saturates at −128 and 127.
 
@@ -49,9 +49,9 @@ def rounded_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, 
     wide = x.to(torch.float32)
     if known_scale is not None:
         scale = known_scale.to(torch.float32)
-        return (wide / scale).round().clamp(-LARGEST - 1, LARGEST).to(torch.int8), scale
+        return (wide * (1 / scale)).round().clamp(-LARGEST - 1, LARGEST).to(torch.int8), scale
     scale = wide.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / LARGEST
-    return (wide / scale).round().to(torch.int8), scale
+    return (wide * (1 / scale)).round().to(torch.int8), scale
 
 
 def _is_multiplied(x: Tensor) -> bool:

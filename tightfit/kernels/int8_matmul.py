@@ -1,6 +1,6 @@
 """Products of 8-bit integers in Triton: rows of x rounded in one pass, sums in 32-bit integers, scales at the end.
 
-    s_x[m] = max_k |x[m, k]| / 127,   q = round(x / s_x),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
+    s_x[m] = max_k |x[m, k]| / 127,   q = round(x · (1 / s_x)),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
 
 Few rows (generating text) cost the reading of the weight: it is the left factor, so that a block of tokens may be
 narrow, and programs share inputs where outputs alone are too few to keep the card busy; the last one to finish adds up
@@ -60,7 +60,7 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), 0), TINIEST), LARGEST * 1.0)
         scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
         tl.store(scale_ptr + row, scale)
-    q = tl.clamp(tl.div_rn(x, tl.zeros_like(x) + scale), -LARGEST - 1.0, LARGEST * 1.0)
+    q = tl.clamp(x * tl.div_rn(1.0, scale), -LARGEST - 1.0, LARGEST * 1.0)
     q = (q + HALVES_TO_EVEN) - HALVES_TO_EVEN
     tl.store(q_ptr + row * width + col, q.to(tl.int8), mask=col < width)
 
@@ -173,11 +173,11 @@ def tile_for(M: int, N: int, K: int, device: torch.device) -> Int8Tile:
     if is_interpreted():
         return Int8Tile(block_m=16, block_n=16, block_k=32, split=2 if M <= FEW_ROWS else 1, stages=1, warps=4)
     if M > FEW_ROWS:
-        return Int8Tile(block_m=128, block_n=256, block_k=128, split=1, stages=3, warps=8)
+        are_few = triton.cdiv(M, 128) * triton.cdiv(N, 128) < multiprocessors(device)
+        return Int8Tile(64 if are_few else 128, 128, 128, split=1, stages=4 if are_few else 3, warps=4)
     block_m = min(max(triton.next_power_of_2(M), 16), 128)
-    programs = triton.cdiv(N, 64) * triton.cdiv(M, block_m)
-    split = max(1, min(3 * multiprocessors(device) // programs, K // 1024, 4))
-    return Int8Tile(block_m=block_m, block_n=64, block_k=128, split=split, stages=4, warps=4)
+    split = max(1, min(2 * multiprocessors(device) // triton.cdiv(N, 64), K // 1024, 4 if M <= 16 else 2))
+    return Int8Tile(block_m, block_n=64, block_k=256 if split > 1 or M <= 64 else 128, split=split, stages=4, warps=4)
 
 
 def round_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
