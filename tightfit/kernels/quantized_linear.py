@@ -342,7 +342,7 @@ def launch_some(
 def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, dtype: torch.dtype) -> Tensor:
     N, K = words.shape[0], words.shape[1] * 32 // bits
     weight = torch.empty(N, K, device=words.device, dtype=dtype)
-    block_n, tiles = (16, 1) if is_interpreted() else (16, 4)
+    block_n, tiles = (16, 1) if is_interpreted() else (16, 2)
     with on_device_of(words):
         expand_kernel[(triton.cdiv(words.shape[1], tiles * TILE_WORDS), triton.cdiv(N, block_n))](
             words,
