@@ -13,7 +13,7 @@ from benchmarks.reports.documentation import ROOT, TRUTH
 from benchmarks.reports.scatter import draw_truth, newest
 from benchmarks.reports.truth import measured_on, settings, summary, summary_rows, truth_rows
 from benchmarks.truth.case import Case
-from benchmarks.truth.prediction import Prediction, step_seconds
+from benchmarks.truth.prediction import Measurement, Prediction, step_seconds
 from tests.report.test_memory_pictures import words_of
 from tightfit.errors import UserError
 from tightfit.hardware.launches import LAYER, UPDATE_MS
@@ -139,9 +139,10 @@ def test_a_step_is_timed_beside_a_steady_host(
     monkeypatch: pytest.MonkeyPatch, speeds: list[float], kept: int, host_layer_ms: float
 ) -> None:
     """Milliseconds of a layer before a step and after each try; the try that counts, and the host's speed there."""
-    hosts, tries = iter(speeds), iter((1, 2, 3))
+    hosts, tries = iter(speeds), iter([Measurement(number, number, 0.1, 0) for number in (1, 2, 3)])
     monkeypatch.setattr(memory_truth, "layer_launch_ms", lambda device: next(hosts))
     monkeypatch.setattr(memory_truth, "measure", lambda case: next(tries))
     case = Case(model="smollm2-135m", sequence_length=512, micro_batch=8)
-    assert memory_truth._steadily(case) == (kept, pytest.approx(host_layer_ms))
+    found, host = memory_truth._steadily(case)
+    assert (found.allocated_bytes, host) == (kept, pytest.approx(host_layer_ms))
     assert next(hosts, None) is None
