@@ -1,8 +1,8 @@
-"""Milliseconds of x · Wᵀ with packed weights beside bf16, torch's int4 and packages that are installed; rows of 1 to 2048.
+"""Milliseconds of x · Wᵀ with packed weights beside bf16, torch's int4 and other packages that are installed.
 
 Every call reads other memory than the one before (weights rotate through more than the L2 cache holds), as in a model.
-`ideal` is the time to read the weight once at the copy bandwidth measured in the same run, or the bf16 product's
-arithmetic, whichever is longer. Appends to benchmarks/results/quantized_linear.csv; about a minute on an H200.
+`copy_gb_s` is the copy bandwidth measured in the same run, `read_gb_s` what the weight alone is read at. Appends to
+benchmarks/results/quantized_linear.csv; about a minute on an H200.
 
     python -m benchmarks.quantized_linear
     python -m benchmarks.quantized_linear --tiny --device cpu      # checks that everything runs
