@@ -36,6 +36,7 @@ RATES = CpuRates(
 )
 SPEC = preset("smollm2-135m")
 FP32: Any = {"layers_as": "fp32", "head_as": "fp32"}
+SOFTCAP: Any = {"attention_softcap": 50.0}
 HEAD = 49_152 * 576
 LAYERS = SPEC.params() - HEAD
 
@@ -101,14 +102,17 @@ def test_soft_caps_and_sinks_pass_over_all_scores() -> None:
     """In prompts; with sinks, single tokens read keys and values of every head of queries as well."""
     prompt = Step(tokens=64, answers=1, pairs=2048, cache_bytes=0)
     rates = CpuStepRates(measured=replace(RATES, operation_us=0.0), **FP32)
-    for traits, passes in (({"attention_softcap": 50.0}, 4), ({"sinks": True}, 2)):
+    for traits, passes in ((SOFTCAP, 4), ({"sinks": True}, 2)):
         plain = preset("gpt2")
         more = rates.step_seconds(replace(plain, **traits), 0.0, prompt) - rates.step_seconds(plain, 0.0, prompt)
         assert more == pytest.approx(2048 * 12 * 12 * passes * 8e-9, rel=1e-3)
     single = Step(tokens=1, answers=1, pairs=0, cache_bytes=3e6)
     grouped = replace(preset("gpt2"), kv_heads=3)
-    more = rates.step_seconds(replace(grouped, sinks=True), 0.0, single) - rates.step_seconds(grouped, 0.0, single)
-    assert more == pytest.approx(4e-3, rel=1e-3)
+    scores = 3e6 / (2 * 4 * 3 * 64) * 12
+    for more_traits, seconds in (({"sinks": True}, 4e-3 + 2 * scores * 8e-9), (SOFTCAP, 4 * scores * 8e-9)):
+        changed = replace(grouped, **more_traits)
+        more = rates.step_seconds(changed, 0.0, single) - rates.step_seconds(grouped, 0.0, single)
+        assert more == pytest.approx(seconds, rel=1e-3)
 
 
 def test_experts_are_multiplied_by_the_tokens_that_come_to_them() -> None:

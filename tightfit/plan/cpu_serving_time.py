@@ -4,7 +4,7 @@
                 of experts those that tokens go to · ns at the tokens of each
     elements    tokens · layers · (10 hidden + 2 query + 4 key + 4 inner + 2 for each number more that is normed) · ns
     attention   pairs of query and key · heads · layers · (4 head size / rate + passes over scores · ns)
-    cache       keys and values of single tokens / rate
+    cache       keys and values of single tokens / rate, and passes over their scores where those are apart
     calls       operations of the layers (cpu_operations.py) · µs + the step's own µs + answers · (µs + vocabulary · ns)
 
 On a CPU these follow one another, so nothing is hidden. torch's attention makes scores, their softmax and sums in one
@@ -53,7 +53,7 @@ class CpuStepRates:
             self.products_seconds(spec, step)
             + 1e-9 * elements * rates.element_ns
             + 1e-9 * step.pairs * spec.heads * spec.layers * self._score_ns(spec)
-            + 1e-9 * step.cache_bytes * _cache_reads(spec) / rates.cached_gb_s
+            + 1e-9 * step.cache_bytes * self._cached_ns(spec)
             + 1e-6 * (self._layers_us(spec, step) + rates.step_us + (step.answers - 1) * rates.answer_us)
             + 1e-9 * step.answers * spec.vocab_size * rates.logit_ns
         )
@@ -65,8 +65,13 @@ class CpuStepRates:
 
     def _score_ns(self, spec: ModelSpec) -> float:
         """Of each pair of query and key of a head."""
-        passes = 1 + SOFTCAP_PASSES * (spec.attention_softcap is not None) + SINK_PASSES * spec.sinks
-        return 4 * spec.head_dim / self.measured.attention_gflop_s + passes * self.measured.score_ns
+        return 4 * spec.head_dim / self.measured.attention_gflop_s + (1 + _passes(spec)) * self.measured.score_ns
+
+    def _cached_ns(self, spec: ModelSpec) -> float:
+        """Of each byte of keys and values that single tokens attend over, in float32."""
+        reads = 1 + spec.heads // spec.kv_heads if spec.sinks else 1
+        scores = spec.heads / (2 * 4 * spec.kv_size)
+        return reads / self.measured.cached_gb_s + scores * _passes(spec) * self.measured.score_ns
 
     def products_seconds(self, spec: ModelSpec, step: Step) -> float:
         """Of the step's products alone."""
@@ -91,6 +96,6 @@ def _moved_elements(spec: ModelSpec) -> int:
     return moved_elements(spec) + NORM_ELEMENTS * more_norms
 
 
-def _cache_reads(spec: ModelSpec) -> int:
-    """How often single tokens read keys and values."""
-    return 1 + spec.heads // spec.kv_heads if spec.sinks else 1
+def _passes(spec: ModelSpec) -> int:
+    """Over all scores, beside the softmax."""
+    return SOFTCAP_PASSES * (spec.attention_softcap is not None) + SINK_PASSES * spec.sinks
