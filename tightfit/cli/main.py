@@ -5,7 +5,8 @@ Verbs import what they need when they run, so `tightfit --help` does not wait fo
 
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from functools import cache
+from typing import Any, NoReturn
 
 import typer
 
@@ -40,7 +41,6 @@ app = typer.Typer(
     help="Train, shrink and serve large language models on the GPUs people actually have.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ResumingCommand)(train)
@@ -80,10 +80,16 @@ def _options(
 ) -> None: ...
 
 
+@cache
+def _command() -> Any:
+    """All verbs with their options, which takes typer longer than it takes some of them to answer."""
+    return typer.main.get_command(app)
+
+
 def main() -> NoReturn:
     """Run the command line."""
     try:
-        app()
+        _command()()
     except UserError as error:
         print(f"tightfit: {error}", file=sys.stderr)
         sys.exit(2)
