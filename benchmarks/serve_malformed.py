@@ -41,7 +41,7 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (0, -1, 1e4),
     "presence_penalty": (-1e3, 1e3),
     "frequency_penalty": (1e5,),
-    "seed": (-1, 2**70),
+    "seed": (-(2**70), 2**70),
     "n": (0, -1, 1000),
     "max_tokens": (0, -5),
     "priority": (10**6,),

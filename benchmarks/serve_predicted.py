@@ -2,10 +2,12 @@
 
 Parts of a step are measured first (tightfit/serve/cpu_timing.py), as `tightfit calibrate` and `tightfit bench serve`
 do, by one thread. Then requests of several numbers and lengths run on SmolLM2's shape in float32, on its 4-bit GGUF
-file and on the shape that `make run` trains; steps are measured in processor time, which means something on a busy
-machine too. Rows go to benchmarks/results/serve_predicted.csv.
+file, on the shape that `make run` trains, and on small models of families whose layers are not joined; steps are
+measured in processor time, which means something on a busy machine too, and not the first of a shape, which finds its
+memory. Rows go to benchmarks/results/serve_predicted.csv.
 
     python -m benchmarks.serve_predicted
+    python -m benchmarks.serve_predicted --families
     python -m benchmarks.serve_predicted --tiny
 """
 
@@ -13,6 +15,7 @@ import argparse
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,6 +25,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import SMOLLM2
 from tightfit.models.presets import preset
+from tightfit.models.spec import ModelSpec
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
@@ -33,15 +37,35 @@ from tightfit.serve.start import start_engine
 SHAPES = ((1, 64), (1, 256), (1, 1024), (8, 64), (16, 64), (8, 256))
 """Requests at a time, and tokens of their prompts."""
 ANSWER = 12
+FAMILIES = ("gpt2", "gemma2", "gemma3", "mixtral", "olmoe", "gpt-oss")
+"""Whose layers run through their own modules."""
 CONFIG = EngineConfig(max_sequences=16, max_length=1100, prefix_cache=False)
 
 
-def random_engine(name: str) -> Engine:
-    """Of a model of a preset's shape."""
+def random_engine(spec: ModelSpec) -> Engine:
+    """Of a model of that shape."""
     torch.manual_seed(0)
-    model = Decoder(preset(name))
+    model = Decoder(spec)
     init_weights(model)
     return Engine(model, None, CONFIG)
+
+
+def family_spec(family: str) -> ModelSpec:
+    """All traits of a family in eight layers of 512."""
+    tiny = preset(f"tiny-{family}")
+    experts = None if tiny.experts is None else replace(tiny.experts, mlp_size=512)
+    return replace(
+        tiny,
+        experts=experts,
+        hidden_size=512,
+        heads=8,
+        kv_heads=8 * tiny.kv_heads // tiny.heads,
+        head_dim=64,
+        mlp_size=1536,
+        layers=8,
+        vocab_size=8192,
+        max_positions=2048,
+    )
 
 
 def processor_seconds(engine: Engine, at_once: int, prompt: int, answer: int = ANSWER) -> tuple[float, float]:
@@ -65,6 +89,7 @@ def run(model: str, weights: str, engine: Engine, rates: CpuStepRates, arguments
     for at_once, prompt in SHAPES[: 2 if arguments.tiny else None]:
         if prompt + ANSWER > engine.max_length or at_once * prompt > engine.config.step_tokens:
             continue
+        processor_seconds(engine, at_once, prompt, answer=2)
         first, between = processor_seconds(engine, at_once, prompt)
         predicted_first, predicted_between = predicted_seconds(engine, rates, at_once, prompt, ANSWER)
         row = {
@@ -85,18 +110,24 @@ def run(model: str, weights: str, engine: Engine, rates: CpuStepRates, arguments
 def main() -> None:
     """All models, with parts measured once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--families", action="store_true", help="only families whose layers are not joined")
     parser.add_argument("--tiny", action="store_true", help="the smallest model, and few requests")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    small = random_engine("nano-llama")
+    small = random_engine(preset("nano-llama"))
     rates = measured_rates(small)
     assert isinstance(rates, CpuStepRates)
-    run("nano-llama", "fp32", small, rates, arguments)
+    if not arguments.families:
+        run("nano-llama", "fp32", small, rates, arguments)
     if arguments.tiny:
         return
-    run("smollm2-135m", "fp32", random_engine("smollm2-135m"), rates, arguments)
+    for family in FAMILIES:
+        run(f"{family}, 8 layers of 512", "fp32", random_engine(family_spec(family)), rates, arguments)
+    if arguments.families:
+        return
+    run("smollm2-135m", "fp32", random_engine(preset("smollm2-135m")), rates, arguments)
     file = start_engine(SMOLLM2, CONFIG, device="cpu")[1]
     run("smollm2-135m", "4-bit GGUF", file, engine_reads_as(file, rates.measured), arguments)
 

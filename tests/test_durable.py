@@ -45,6 +45,19 @@ def test_file_replaces_or_leaves_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_link_stays_and_the_file_it_names_is_written(tmp_path: Path) -> None:
+    """Also where that is not there yet, and over two links."""
+    link, second, file = tmp_path / "link", tmp_path / "second", tmp_path / "elsewhere" / "file"
+    link.symlink_to(second)
+    second.symlink_to("elsewhere/file")
+    for text in ("one", "two"):
+        with durable_file(link) as path:
+            path.write_text(text)
+        assert (file.read_text(), link.is_symlink(), second.is_symlink()) == (text, True, True)
+    assert [path.name for path in file.parent.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "second", "elsewhere"}
+
+
 def test_an_existing_directory_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "precious").write_text("x")

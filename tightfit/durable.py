@@ -26,6 +26,11 @@ YOUNG_S = 60.0
 """A temporary that is younger may not have its lock yet."""
 
 
+def place_of(target: Path) -> Path:
+    """Where `target` is written: a link stays, and what it leads to is written, as by any program that opens it."""
+    return Path(os.path.realpath(target)) if target.is_symlink() else target
+
+
 def require_new(target: Path) -> None:
     """A sentence where something is at `target` already, also a link to nowhere, or where nothing can be made."""
     if os.path.lexists(target):
@@ -68,7 +73,8 @@ def durable_directory(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def durable_file(target: Path) -> Iterator[Path]:
-    """The path of a file to write, which replaces `target` on a clean exit."""
+    """The path of a file to write, which replaces `target`, or the file that this links to, on a clean exit."""
+    target = place_of(target)
     temporary = target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}"
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep_abandoned(target)

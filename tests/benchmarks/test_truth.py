@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import memory_truth
 from benchmarks.memory_truth import for_host, is_host_bound
 from benchmarks.reports.documentation import ROOT, TRUTH
 from benchmarks.reports.scatter import draw_truth, newest
 from benchmarks.reports.truth import measured_on, settings, summary, summary_rows, truth_rows
 from benchmarks.truth.case import Case
-from benchmarks.truth.prediction import Prediction, step_seconds
+from benchmarks.truth.prediction import Measurement, Prediction, step_seconds
 from tests.report.test_memory_pictures import words_of
 from tightfit.errors import UserError
 from tightfit.hardware.launches import LAYER, UPDATE_MS
@@ -127,3 +128,22 @@ def test_the_pages_picture_is_of_todays_rows(tmp_path: Path) -> None:
     draw_truth(tmp_path / "newest.csv", tmp_path / "truth.png")
     drawn, kept = (words_of(folder / "truth.png") for folder in (tmp_path, ROOT / "docs" / "pictures"))
     assert drawn == kept, "draw it anew"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "kept", "host_layer_ms"),
+    [([2.0, 2.4], 1, 2.2), ([2.0, 3.0, 3.2], 2, 3.1), ([2.0, 3.0, 2.0, 3.0], 3, 2.5)],
+    ids=["steady", "steady the second time", "never steady"],
+)
+def test_a_step_is_timed_beside_a_steady_host(
+    monkeypatch: pytest.MonkeyPatch, speeds: list[float], kept: int, host_layer_ms: float
+) -> None:
+    """Milliseconds of a layer before a step and after each try; the try that counts, and the host's speed there."""
+    hosts, tries = iter(speeds), iter([Measurement(number, number, 0.1, 0) for number in (1, 2, 3)])
+    monkeypatch.setattr(memory_truth, "layer_launch_ms", lambda device: next(hosts))
+    monkeypatch.setattr(memory_truth, "measure", lambda case: next(tries))
+    case = Case(model="smollm2-135m", sequence_length=512, micro_batch=8)
+    found, host = memory_truth._steadily(case)
+    assert found.allocated_bytes == kept
+    assert host == pytest.approx(host_layer_ms)
+    assert next(hosts, None) is None

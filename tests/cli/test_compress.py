@@ -131,7 +131,7 @@ def test_a_report_beside_the_model_and_sizes_against_perplexity(
         [found[bits]] = json.loads((folder / "report.json").read_text())["comparisons"]
         assert f"{found[bits]['kl']['mean']:.4f}" in table
         assert found[bits]["weight_bytes"] == sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    assert found[3]["kl"]["mean"] > found[8]["kl"]["mean"] > 0
+    assert found[3]["kl"]["mean"] > abs(found[8]["kl"]["mean"]), "which rounding of sums may put below zero"
     assert b"3bit" in sizes.read_bytes()
     assert b"perplexity" in (made[3] / "report.png").read_bytes() != before
     again = tightfit("evaluate", made[3], *data, "--against", tiny, *cache, "--json").json

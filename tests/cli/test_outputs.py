@@ -58,6 +58,25 @@ def test_what_is_not_ours_is_not_overwritten(say: Say, tmp_path: Path, words: li
 
 
 @pytest.mark.parametrize(
+    ("words", "name"),
+    [([*DRAW, "--out"], "a.png"), (["plan", "tiny-llama", "--on", "H100-80GB", "--save"], "plan.json")],
+)
+def test_an_output_that_is_a_link_is_written_where_it_leads(
+    say: Say, tmp_path: Path, words: list[str], name: str
+) -> None:
+    (tmp_path / "shared").mkdir()
+    link = tmp_path / name
+    link.symlink_to(Path("shared") / name)
+    for _ in range(2):  # made, then made again over our own
+        assert say(*words, link)[0] == 0
+    assert link.is_symlink()
+    assert (tmp_path / "shared" / name).stat().st_size > 1000
+    (tmp_path / "shared" / name).write_text('{"mine": 1}')
+    assert say(*words, link)[0] == 2
+    assert (tmp_path / "shared" / name).read_text() == '{"mine": 1}'
+
+
+@pytest.mark.parametrize(
     "words",
     [
         [*DRAW, "--out", "pipe.png"],

@@ -30,6 +30,7 @@ import tightfit.kernels.gather_rows
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
+import tightfit.kernels.int8_matmul
 import tightfit.kernels.join_parts
 import tightfit.kernels.packed_rows
 import tightfit.kernels.packed_vector
@@ -161,7 +162,7 @@ def launch_codes(x: Tensor) -> None:
 
 
 def launch_coded_products(dtype: torch.dtype) -> None:
-    """Products with a weight of 8-bit floats, of one token and of several."""
+    """Products with a weight of 8-bit floats or integers, of one token, of several and of many."""
     codes, scale, x = torch.ones(64, 512).to(torch.float8_e4m3fn), torch.ones(64), torch.ones(3, 512, dtype=dtype)
     tightfit.kernels.fp8_vector.fp8_vector(x[:1], codes, scale, norm=x[0], activation="silu", overlap=True)
     rows = tightfit.kernels.fp8_rows
@@ -170,6 +171,11 @@ def launch_coded_products(dtype: torch.dtype) -> None:
             x, codes, scale, rows.Fp8Tile(block_m=16, block_n=64, block_k=128, split=split, stages=4, warps=4)
         )
     rows.expand_fp8(codes, scale, dtype)
+    integers = tightfit.kernels.int8_matmul
+    for tokens, known, split in ((3, None, 2), (200, scale[:1], 1)):
+        q, row_scale = integers.round_rows(torch.ones(tokens, 512, dtype=dtype), known)
+        cut = integers.Int8Tile(block_m=64, block_n=64, block_k=128, split=split, stages=4, warps=4)
+        integers.multiply_codes(q, torch.ones(64, 512, dtype=torch.int8), row_scale, scale[:, None], dtype, cut)
 
 
 def launch_decoding(card: Card) -> None:
@@ -178,6 +184,8 @@ def launch_decoding(card: Card) -> None:
     packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
     cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
     tightfit.kernels.quantized_linear.launch_some(torch.ones(17, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
+    for zero in card.some(None, scale):
+        tightfit.kernels.quantized_linear._run_expand(packed, scale, zero, 4, 128, dtype)
     rows, few = tightfit.kernels.packed_rows, torch.ones(3, 256, dtype=dtype)
     share = rows.RowTiles(block_n=32, parts=2, stages=3)
     added: Parts = {"zero": None, "residual": few}

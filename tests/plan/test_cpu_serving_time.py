@@ -8,6 +8,7 @@ import pytest
 from tests.hardware.test_calibration import MEASURED
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator, PeakRates
+from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.models.decoder import Decoder
@@ -24,14 +25,18 @@ from tightfit.serve.engine import Engine
 RATES = CpuRates(
     products={"fp32": ((1, 0.2), (8, 1.0), (64, 4.0)), "fp16": ((1, 0.1), (64, 4.0)), "int4": ((1, 0.05), (64, 4.0))},
     layer_us=300.0,
+    operation_us=10.0,
     step_us=600.0,
     answer_us=50.0,
     logit_ns=5.0,
     element_ns=0.8,
     attention_gflop_s=10.0,
+    score_ns=8.0,
     cached_gb_s=3.0,
 )
 SPEC = preset("smollm2-135m")
+FP32: Any = {"layers_as": "fp32", "head_as": "fp32"}
+SOFTCAP: Any = {"attention_softcap": 50.0}
 HEAD = 49_152 * 576
 LAYERS = SPEC.params() - HEAD
 
@@ -61,7 +66,8 @@ def test_products_between_and_beyond_what_was_measured(rows: int, ns: float) -> 
 
 
 def test_every_part_of_a_step_alone() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("layer_us", "step_us", "answer_us", "logit_ns", "element_ns"), 0.0)
+    times = ("layer_us", "operation_us", "step_us", "answer_us", "logit_ns", "element_ns", "score_ns")
+    nothing: dict[str, Any] = dict.fromkeys(times, 0.0)
     free = dict.fromkeys(("fp32", "int4"), ((1, 0.0), (64, 0.0)))
     still = CpuRates(products=free, attention_gflop_s=1e30, cached_gb_s=1e30, **nothing)  # type: ignore[arg-type]
     step = Step(tokens=8, answers=2, pairs=12.5, cache_bytes=1e6)
@@ -73,11 +79,54 @@ def test_every_part_of_a_step_alone() -> None:
     assert seconds() == pytest.approx(0, abs=1e-15)
     assert seconds(products=free | {"int4": ((1, 0.1), (8, 0.5))}) == pytest.approx(0.5e-9 * LAYERS)
     assert seconds(products=free | {"fp32": ((1, 0.1), (3, 0.5))}) == pytest.approx(0.3e-9 * HEAD)
-    assert seconds(layer_us=100.0, step_us=7.0, answer_us=3.0) == pytest.approx(3010e-6)
+    assert seconds(step_us=7.0, answer_us=3.0) == pytest.approx(10e-6)
+    assert seconds(layer_us=42.0) == pytest.approx(30 * 77e-6)  # operations of a layer with a prompt, not 42
+    assert seconds(operation_us=10.0) == pytest.approx(0, abs=1e-15)  # which only layers of other families have
+    assert seconds(score_ns=2.0) == pytest.approx(12.5 * 9 * 30 * 2e-9)
     assert seconds(logit_ns=2.0) == pytest.approx(2 * 49_152 * 2e-9)
     assert seconds(element_ns=1.0) == pytest.approx(8 * 30 * (10 * 576 + 2 * 576 + 4 * 192 + 4 * 1536) * 1e-9)
     assert seconds(attention_gflop_s=1.0) == pytest.approx(4 * 12.5 * 576 * 30 * 1e-9)
     assert seconds(cached_gb_s=1.0) == pytest.approx(1e-3)
+
+
+def test_families_that_are_not_joined_are_told_their_calls() -> None:
+    """One token of GPT-2's and of Gemma-3's shape: nothing but operations, of which a plain layer has none apart."""
+    one = Step(tokens=1, answers=1, pairs=0, cache_bytes=0)
+    for name, operations in (("smollm2-135m", 0), ("gpt2", 12 * 44), ("gemma-3-270m", 18 * 98)):
+        slow, fast = (CpuStepRates(measured=replace(RATES, operation_us=us), **FP32) for us in (11.0, 10.0))
+        more = slow.step_seconds(preset(name), 0.0, one) - fast.step_seconds(preset(name), 0.0, one)
+        assert more == pytest.approx(operations * 1e-6)
+
+
+def test_soft_caps_and_sinks_pass_over_all_scores() -> None:
+    """In prompts; with sinks, single tokens read keys and values of every head of queries as well."""
+    prompt = Step(tokens=64, answers=1, pairs=2048, cache_bytes=0)
+    rates = CpuStepRates(measured=replace(RATES, operation_us=0.0), **FP32)
+    for traits, passes in ((SOFTCAP, 4), ({"sinks": True}, 2)):
+        plain = preset("gpt2")
+        more = rates.step_seconds(replace(plain, **traits), 0.0, prompt) - rates.step_seconds(plain, 0.0, prompt)
+        assert more == pytest.approx(2048 * 12 * 12 * passes * 8e-9, rel=1e-3)
+    single = Step(tokens=1, answers=1, pairs=0, cache_bytes=3e6)
+    grouped = replace(preset("gpt2"), kv_heads=3)
+    scores = 3e6 / (2 * 4 * 3 * 64) * 12
+    for more_traits, seconds in (({"sinks": True}, 4e-3 + 2 * scores * 8e-9), (SOFTCAP, 4 * scores * 8e-9)):
+        changed = replace(grouped, **more_traits)
+        more = rates.step_seconds(changed, 0.0, single) - rates.step_seconds(grouped, 0.0, single)
+        assert more == pytest.approx(seconds, rel=1e-3)
+
+
+def test_experts_are_multiplied_by_the_tokens_that_come_to_them() -> None:
+    """Sixteen tokens to 2 of 8: all eight are read, each with four rows."""
+    spec = preset("mixtral-8x7b")
+    rates = CpuStepRates(measured=RATES, **FP32)
+    expert = 3 * spec.hidden_size * spec.experts.mlp_size if spec.experts is not None else 0
+    met = 8 * (1 - 0.75**16)
+    routed = 32 * met * expert * RATES.product_ns("fp32", 4)
+    dense = (spec.params(active=True) - 2 * 32_000 * 4096 - 32 * 2 * expert) * RATES.product_ns("fp32", 16)
+    step = Step(tokens=16, answers=1, pairs=0, cache_bytes=0)
+    head = 32_000 * 4096 * RATES.product_ns("fp32", 1)
+    assert rates.products_seconds(spec, step) == pytest.approx(1e-9 * (routed + dense + head), rel=1e-6)
+    assert rates.reading_seconds(spec) == pytest.approx(0.2e-9 * (spec.params(active=True) - 32_000 * 4096), rel=1e-6)
 
 
 def test_a_plan_counts_with_them() -> None:
@@ -142,6 +191,17 @@ def test_a_copy_in_16_bits_is_counted() -> None:
 def test_a_cpu_that_was_not_measured_is_a_sentence() -> None:
     with pytest.raises(UserError, match="tightfit calibrate"):
         serving(rates=None)
+
+
+def test_a_calibration_from_before_a_part_was_measured_asks_for_another() -> None:
+    """What else it has is kept."""
+    kept = replace(MEASURED, serving=RATES).to_json()
+    assert Calibration.from_json(kept).serving == RATES
+    del kept["serving"]["operation_us"]
+    found = Calibration.from_json(kept)
+    assert found == MEASURED
+    with pytest.raises(UserError, match="tightfit calibrate"):
+        serving(rates=found.serving)
 
 
 @pytest.mark.parametrize(

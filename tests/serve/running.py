@@ -15,6 +15,7 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.app import Served, make_app
 from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.server import ServerOptions, listening_config
 from tightfit.serve.service import Service
 
 
@@ -47,7 +48,7 @@ def running(loaded: LoadedModel, engine: Engine, limits: ServerLimits | None = N
     listening = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio does not know it for one, and lets it delay
     listening.bind(("127.0.0.1", 0))
     app = make_app(Served("tiny", service, loaded.tokenizer, limits))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(listening_config(app, ServerOptions(drain_seconds=5, limits=limits)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     until = time.monotonic() + 60

@@ -17,6 +17,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Writer
 from tightfit.serve.http.crowded import MOST_LISTS, MOST_VALUES, crowded
 from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.protocol import NO_ECHO
 from tightfit.serve.http.streaming import event
 from tightfit.serve.http.tools import found_calls
 from tightfit.serve.requests.request import Answer, TokenChance
@@ -142,9 +143,9 @@ def test_bytes_of_tokens_that_are_parts_of_characters(tokenizer: Tokenizer) -> N
     assert len(parts) == 3
     chances = tuple(TokenChance(token, -1.0, tuple((other, -1.0) for other in parts)) for token in parts)
     answer = Answer(parts, "日", list(chances), "length")
-    chat = Writer("m", tokenizer, chat=True)._choice(0, answer, "")["logprobs"]["content"]
+    chat = Writer("m", tokenizer, chat=True)._choice(0, answer, NO_ECHO)["logprobs"]["content"]
     assert bytes(byte for each in chat for byte in each["bytes"]).decode() == "日"
-    plain = Writer("m", tokenizer, chat=False)._choice(0, answer, "")["logprobs"]
+    plain = Writer("m", tokenizer, chat=False)._choice(0, answer, NO_ECHO)["logprobs"]
     assert plain["tokens"] == ["bytes:\\xe6", "bytes:\\x97", "bytes:\\xa5"]
     assert [len(each) for each in plain["top_logprobs"]] == [3, 3, 3]
     assert tokenizer.token_bytes(tokenizer.encode("the")[0]) == b"the"
@@ -156,6 +157,51 @@ def test_a_call_whose_name_is_no_text_is_none() -> None:
         said = f'{{"name": "{name}", "arguments": {{}}}}'
         assert found_calls(said) == (said, [])
     assert found_calls('{"name": "añ", "arguments": {"b": "\\ud800"}}')[1][0]["function"]["name"] == "añ"
+
+
+def test_several_calls_may_come_at_once() -> None:
+    """Each in its marks, or as one list, marked or not; a list of anything else is text."""
+    one, two = '{"name": "add", "arguments": {"n": 1}}', '{"name": "add", "parameters": {"n": [2]}}'
+    marked = f"Both: <tool_call>{one}</tool_call>\n<tool_call>\n{two}\n</tool_call>"
+    for text, rest in ((marked, "Both:"), (f"<tool_call>[{one}, {two}]</tool_call>", ""), (f"[{one}, {two}]", "")):
+        found, calls = found_calls(text)
+        assert (found, [json.loads(call["function"]["arguments"]) for call in calls]) == (rest, [{"n": 1}, {"n": [2]}])
+        assert len({call["id"] for call in calls}) == 2
+    for text in ("[]", "[1]", f"[{one}, 1]", f"<tool_call>[{one}, 1]</tool_call>"):
+        assert found_calls(text) == (text, [])
+
+
+@pytest.mark.parametrize("tools", [1, 2])
+def test_parameters_may_refer_to_parts_of_themselves(client: openai.OpenAI, tools: int) -> None:
+    """As pydantic writes them; tools may use one name for different parts."""
+    offered: Any = []
+    for place in range(tools):
+        parameters: Any = {
+            "type": "object",
+            "properties": {"n": {"$ref": "#/$defs/P"}},
+            "$defs": {"P": {"const": place}},
+        }
+        parameters |= {"required": ["n"], "additionalProperties": False}
+        offered.append({"type": "function", "function": {"name": f"f{place}", "parameters": parameters}})
+    made = client.chat.completions.create(
+        model="tiny", messages=HELLO, tools=offered, tool_choice="required", max_tokens=60
+    )
+    call: Any = (made.choices[0].message.tool_calls or [])[0]
+    assert json.loads(call.function.arguments) == {"n": int(call.function.name[-1])}
+
+
+def test_fields_may_be_null_and_seeds_negative(server: Running) -> None:
+    """OpenAI's interface has them so, and some clients send every field."""
+    nulls: Any = dict.fromkeys(("n", "stream", "logprobs", "stop", "tools", "ignore_eos", "priority", "seed"))
+    asked = {"messages": HELLO, "max_tokens": 2, "temperature": 1}
+    assert post(server, "/v1/chat/completions", json.dumps(asked | nulls).encode())[0] == 200
+    seeds = [-(2**63), -1, 0, 2**63 - 1, 2**63, -(2**63) - 1]
+    answers = [post(server, "/v1/chat/completions", json.dumps(asked | {"seed": seed}).encode()) for seed in seeds]
+    assert [status for status, _ in answers] == [200] * 4 + [400] * 2
+    for body, word in (({"n": 0}, "n:"), ({"n": 129}, "n:")):
+        status, answer = post(server, "/v1/chat/completions", json.dumps(asked | body).encode())
+        assert (status, answer["error"]["message"].startswith(word)) == (400, True)
+    assert post(server, "/v1/embeddings", b'{"input": [[1, true]]}')[0] == 400
 
 
 def test_a_stream_that_may_be_a_call_has_its_log_probabilities(client: openai.OpenAI) -> None:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.covering import thorough
@@ -36,6 +38,7 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http import replicas
 from tightfit.serve.http.server import ServerOptions, serve
+from tightfit.serve.peer_load import TransformersPeer
 from tightfit.serve.ranks.watch import RankWatch
 
 
@@ -241,6 +244,30 @@ def test_bench_serve_prints_a_table(
     assert three["predicted_tokens_per_second"] == pytest.approx(3 * 4 / whole_ms * 1e3)
     bench_serve(str(directory), at_once=[1], prompt_tokens=8, answer_tokens=4, rounds=1, device="cpu")
     assert capfd.readouterr().out.splitlines()[-1].count("≈") == 3
+
+
+def test_bench_serve_beside_transformers(
+    directory: Path,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which says what we say, so the load is the same; a row for each number of requests."""
+    from tightfit.cli.bench import serve as bench_serve
+
+    measure_little(monkeypatch)
+    asked: Any = {"at_once": [1, 2], "prompt_tokens": 8, "answer_tokens": 4, "rounds": 1, "device": "cpu"}
+    bench_serve(str(directory), **asked, peers=True, as_json=True)
+    rows = json.loads(capfd.readouterr().out)["transformers"]
+    assert [row["at_once"] for row in rows] == [1, 2]
+    assert all(row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in rows)
+    bench_serve(str(directory), **asked, peers=True)
+    assert capfd.readouterr().out.splitlines()[-1].rstrip().endswith("×")
+    peer = TransformersPeer(model).model
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.allclose(peer(ids).logits, model(ids).logits, atol=1e-4)
 
 
 def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

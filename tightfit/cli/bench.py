@@ -22,6 +22,9 @@ def serve(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 64,
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 32,
     rounds: Annotated[int, typer.Option(help="Requests in all, times those at a time.", min=1)] = 2,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure transformers too, on the same weights (plain ones).")
+    ] = False,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -30,18 +33,22 @@ def serve(
     \b
     tightfit bench serve smollm2-135m-instruct
     tightfit bench serve my-model --at-once 64 --prompt-tokens 256 --answer-tokens 256
+    tightfit bench serve my-model --peers                    beside transformers
     """
     from tightfit.report.load import print_load
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.load import bench_load, measured_rates
+    from tightfit.serve.peer_load import TransformersPeer
     from tightfit.serve.start import start_engine
 
     counts = at_once or [1, 4, 16]
     most = max(counts)
     config = EngineConfig(max_sequences=most, step_tokens=max(EngineConfig.step_tokens, most), prefix_cache=False)
     _, engine = start_engine(model, config, device=device)
+    peer = TransformersPeer(engine.model) if peers else None
     rates = measured_rates(engine)
     bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=2, requests=1, rates=rates)
     load = {"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens}
     rows = [bench_load(engine, each, requests=rounds * each, rates=rates, seed=each, **load) for each in counts]
-    print_load(model, rows, rates, **load, as_json=as_json)
+    beside = [] if peer is None else [peer.measured(each, **load) for each in counts]
+    print_load(model, rows, rates, **load, as_json=as_json, peers=beside)

@@ -71,14 +71,14 @@ def generate(options: GenerateOptions) -> None:
     \b
     tightfit generate my-model --in prompts.jsonl --out answers.jsonl
     """
-    from tightfit.durable import refuse_unwritable
+    from tightfit.durable import place_of, refuse_unwritable
     from tightfit.errors import UserError
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.offline import answer_prompts, read_finished, read_prompts
     from tightfit.serve.start import start_engine
 
     prompts = read_prompts(options.source)
-    refuse_unwritable(options.target.parent, options.target)
+    refuse_unwritable(place_of(options.target).parent, options.target)
     read_finished(options.target)
     if options.beams > 1:
         refuse_given(options, OF_DRAWING, "but beams draw nothing; leave it or --beams out")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tightfit.cli.options import refuse_given, takes_options
-from tightfit.cli.resuming import StartOptions
+from tightfit.cli.resuming import PASSED_OVER, StartOptions
 from tightfit.cli.train import show_dry_run, train_as_rank
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def launch(options: LaunchOptions) -> None:
 
     job, _ = read_job(options.job, options.overrides)
     if options.dry_run:
+        refuse_given(options, ("restarts", "check", "nodes", "head"), PASSED_OVER)
         return show_dry_run(job, options.start)
     changes = [word for text in options.overrides for word in ("-o", text)]
     arguments = [str(options.job), *changes]

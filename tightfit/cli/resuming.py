@@ -12,6 +12,9 @@ from typer.core import TyperCommand
 
 from tightfit.cli.options import Override
 
+PASSED_OVER = "but --dry-run starts nothing; leave one of them out"
+"""Of options that say how processes run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:

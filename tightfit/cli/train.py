@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tightfit.cli.options import refuse_given, takes_options
-from tightfit.cli.resuming import StartOptions
+from tightfit.cli.resuming import PASSED_OVER, StartOptions
 
 if TYPE_CHECKING:
     from tightfit.jobs.job import Job
@@ -81,6 +81,7 @@ def train(options: TrainOptions) -> None:
     overrides = options.overrides
     job, plan = (default_job(overrides), None) if options.job is None else read_job(options.job, overrides)
     if options.dry_run:
+        refuse_given(options, ("stop_after",), PASSED_OVER)
         _memory_bytes(options)
         return show_dry_run(job.model_copy(update={"fit": options.fit or job.fit}), options.start, options.as_json)
     _run(job, plan, options)

@@ -68,7 +68,8 @@ class Calibration:
         collectives = None if kept is None else CollectiveRates.from_json(kept)
         if collectives is not None:
             collectives.peer_rates()  # which sees that every operation was measured
-        serving = None if data.get("serving") is None else CpuRates.from_json(data["serving"])
+        parts = data.get("serving")
+        serving = None if parts is None or not CpuRates.is_whole(parts) else CpuRates.from_json(parts)
         found = cls(**{**data, "attention_tflop_s": attention, "collectives": collectives, "serving": serving})
         found._check_rates()
         return found

@@ -15,7 +15,7 @@ ReadAs = Literal["fp32", "fp16", "int4"]
 Curve = tuple[tuple[int, float], ...]
 """Rows and nanoseconds for each weight, ascending."""
 
-CALLS = ("layer_us", "step_us", "answer_us")
+CALLS = ("layer_us", "operation_us", "step_us", "answer_us", "score_ns")
 """May be nothing."""
 
 
@@ -26,7 +26,9 @@ class CpuRates:
     products: Mapping[ReadAs, Curve]
     """fp32 always; others where this CPU's torch multiplies by them."""
     layer_us: float
-    """Of the calls of a layer, beside what they compute."""
+    """Of the calls of a plain layer with single tokens, beside what they compute."""
+    operation_us: float
+    """Of each operation of a layer that runs through its own modules (plan/cpu_operations.py)."""
     step_us: float
     """Of a step with one answer outside of its layers."""
     answer_us: float
@@ -36,7 +38,9 @@ class CpuRates:
     element_ns: float
     """Of each number that norms, rotary positions and activations read or write."""
     attention_gflop_s: float
-    """Of pieces of prompts."""
+    """Of the products of queries, keys and values of pieces of prompts."""
+    score_ns: float
+    """Of each score between those products: the softmax."""
     cached_gb_s: float
     """Keys and values that single tokens attend over."""
 
@@ -54,6 +58,11 @@ class CpuRates:
     def nearest(self, read_as: ReadAs) -> ReadAs:
         """What this CPU reads where weights could be read so: themselves where it cannot."""
         return read_as if read_as in self.products else "fp32"
+
+    @classmethod
+    def is_whole(cls, data: Mapping[str, Any]) -> bool:
+        """Whether `data` has all parts: fewer were measured before."""
+        return data.keys() >= {each.name for each in fields(cls)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "CpuRates":

@@ -1,11 +1,11 @@
 """x · Wᵀ with both factors in 8-bit integers: a scale per token, found as tokens come, and a scale per output.
 
-    s_x[m] = max_k |x[m, k]| / 127,   q = round(x / s_x),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
+    s_x[m] = max_k |x[m, k]| / 127,   q = round(x · (1 / s_x)),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
 
 Or s_x is one number for all tokens, known before, beyond whose range q saturates at −128 and 127.
 
-On CUDA the product is torch._int_mm (cuBLASLt's int8 matrix units, twice the rate of 16 bits), which wants more than 16
-rows and K and N in multiples of 8; fewer rows are padded. Elsewhere the integers are multiplied as float32, which is
+On CUDA the product is kernels/int8_matmul.py's, on cards that it is for; on others torch._int_mm, which wants more than
+16 rows and K and N in multiples of 8; fewer rows are padded. Elsewhere the integers are multiplied as float32, which is
 exact up to 2^24: the same numbers. Not differentiable.
 """
 
@@ -14,17 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.int8_matmul import LARGEST, NEEDED, TINIEST, WIDEST_ROW, int8_matmul
+from tightfit.kernels.operators import as_rows
+from tightfit.kernels.triton_support import Impl, use_triton
 
-LARGEST = 127
 LEAST_ROWS = 17
 ALIGNED = 8
 
 
-def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None) -> Tensor:
+def int8_linear(
+    x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None, *, impl: Impl = "auto"
+) -> Tensor:
     """x [..., K] times the transpose of int8 `codes` [N, K] with `scale` [N, 1]; x by `input_scale` [1], or by rows."""
     if codes.dtype != torch.int8 or codes.shape[1] != x.shape[-1] or scale.shape != (codes.shape[0], 1):
         shapes = f"{list(x.shape)}, {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)}"
         raise UserError(f"int8_linear got {shapes}; give x [..., K], int8 codes [N, K] and scales [N, 1]")
+    if use_triton(impl, x) and _is_multiplied(x):
+        made: Tensor = int8_matmul(as_rows(x), codes, scale, input_scale)
+        return made.view(*x.shape[:-1], codes.shape[0])
     rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]), input_scale)
     sums = _products(rows, codes) * row_scale * scale.T.to(torch.float32)
     return sums.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
@@ -42,9 +49,14 @@ def rounded_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, 
     wide = x.to(torch.float32)
     if known_scale is not None:
         scale = known_scale.to(torch.float32)
-        return (wide / scale).round().clamp(-LARGEST - 1, LARGEST).to(torch.int8), scale
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return (wide / scale).round().to(torch.int8), scale
+        return (wide * (1 / scale)).round().clamp(-LARGEST - 1, LARGEST).to(torch.int8), scale
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / LARGEST
+    return (wide * (1 / scale)).round().to(torch.int8), scale
+
+
+def _is_multiplied(x: Tensor) -> bool:
+    """Whether the card of x multiplies integers as our kernel asks it to, and rows are as short."""
+    return x.shape[-1] <= WIDEST_ROW and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= NEEDED)
 
 
 def _products(rows: Tensor, codes: Tensor) -> Tensor:

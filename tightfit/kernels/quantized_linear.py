@@ -235,31 +235,31 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     STRIPS: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """The weight [N, K] of BLOCK_N rows and BLOCK_W words."""
+    """TILES tiles of the weight's rows, BLOCK_N of them; what one shift gives has one scale and one zero point."""
     TILE: tl.constexpr = 16
     PER: tl.constexpr = 32 // BITS
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
-    pair = tl.program_id(0) * 2 * BLOCK_W + tl.arange(0, 2 * BLOCK_W)
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    at, pair = tl.arange(0, TILE), tl.arange(0, 2 * TILE)
     width = K // PER
-    row = n[:, None].to(tl.int64)
-    place = at // TILE * (TILE * 16) + at % TILE if STRIPS else at
-    in_words = (n < N)[:, None] & (at < width)[None, :]
-    words = tl.load(words_ptr + words_of_row(row, width, STRIPS) + place[None, :], mask=in_words, other=0)
-    here = (n < N)[:, None] & (pair < 2 * width)[None, :]
+    row = n.to(tl.int64)[:, None]
+    here = (n < N)[:, None] & (tile < width // TILE)[None, :]
+    first_word = words_of_row(row, width, STRIPS) + (tile * (TILE * 16 if STRIPS else TILE))[None, :]
+    words = tl.load(words_ptr + first_word[:, :, None] + at[None, None, :], mask=here[:, :, None], other=0)
     for s in tl.static_range(PER // 2):
-        k = pair // (2 * TILE) * (TILE * PER) + s * 2 * TILE + pair % (2 * TILE)
-        group = row * row_stride + (k // GROUP if GROUP > 0 else k * 0)[None, :] * group_stride
+        first = (tile * (TILE * PER) + s * 2 * TILE)[None, :]
+        group = row * row_stride + (first // GROUP if GROUP > 0 else first * 0) * group_stride
+        scale = tl.load(scale_ptr + group, mask=here, other=0.0).to(tl.float32)
         code, added = codes_of_step(words, s, BITS, tl.float16, False)
-        value = code.to(tl.float32) - added
         if HAS_ZERO:
-            value -= tl.load(zero_ptr + group, mask=here, other=0).to(tl.float32)
+            offset = tl.load(zero_ptr + group, mask=here, other=0).to(tl.float32) + added
         else:
-            value -= 1 << (BITS - 1)
-        value *= tl.load(scale_ptr + group, mask=here, other=0.0).to(tl.float32)
-        tl.store(weight_ptr + row * K + k[None, :], value.to(weight_ptr.dtype.element_ty), mask=here)
+            offset = tl.full(group.shape, (1 << (BITS - 1)) + added, tl.float32)
+        value = (code.to(tl.float32) - offset[:, :, None]) * scale[:, :, None]
+        out = weight_ptr + (row * K + first)[:, :, None] + pair[None, None, :]
+        tl.store(out, value.to(weight_ptr.dtype.element_ty), mask=here[:, :, None])
 
 
 class Tiles(NamedTuple):
@@ -342,9 +342,9 @@ def launch_some(
 def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int, dtype: torch.dtype) -> Tensor:
     N, K = words.shape[0], words.shape[1] * 32 // bits
     weight = torch.empty(N, K, device=words.device, dtype=dtype)
-    block_n, block_w = (16, 16) if is_interpreted() else (16, 64)
+    block_n, tiles = (16, 1) if is_interpreted() else (16, 2)
     with on_device_of(words):
-        expand_kernel[(triton.cdiv(words.shape[1], block_w), triton.cdiv(N, block_n))](
+        expand_kernel[(triton.cdiv(words.shape[1], tiles * TILE_WORDS), triton.cdiv(N, block_n))](
             words,
             scale,
             zero if zero is not None else words,
@@ -358,7 +358,7 @@ def _run_expand(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, gr
             STRIPS=has_strips(words.shape[0]),
             HAS_ZERO=zero is not None,
             BLOCK_N=block_n,
-            BLOCK_W=block_w,
+            TILES=tiles,
             num_warps=4,
         )
     return weight

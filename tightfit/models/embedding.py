@@ -19,11 +19,16 @@ def embed(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _embedded(model: Decoder, tokens: Sequence[int]) -> Tensor:
+    return F.normalize(last_states(model, tokens).float().mean(0), dim=0).cpu()
+
+
+def last_states(model: Decoder, tokens: Sequence[int]) -> Tensor:
+    """The last normed states of a text, [tokens, H]."""
     ids = torch.tensor([list(tokens)], device=model.embed.weight.device)
     positions = model.token_positions(ids, None, None)
     x = model.embed_tokens(ids, positions)
     shared = model.forward_context(x, positions, None, None)
     for layer in model.layers:
         x, _ = layer(x, shared)
-    mean: Tensor = model.norm(x)[0].float().mean(0)
-    return F.normalize(mean, dim=0).cpu()
+    states: Tensor = model.norm(x)[0]
+    return states

@@ -1,20 +1,29 @@
 """How long one step of serving takes on a CPU: measured parts (hardware/cpu_rates.py), added up.
 
-    products    weights of the layers · ns at the step's tokens + weights of the head · ns at its answers
-    elements    tokens · layers · (10 hidden + 2 query + 4 key + 4 inner) · ns
-    attention   4 · pairs of query and key · heads · head size · layers / rate
-    cache       keys and values of single tokens / rate
-    calls       layers · µs + the step's own µs + answers · (µs + vocabulary · ns)
+    products    weights of the layers · ns at the step's tokens + weights of the head · ns at its answers;
+                of experts those that tokens go to · ns at the tokens of each
+    elements    tokens · layers · (10 hidden + 2 query + 4 key + 4 inner + 2 for each number more that is normed) · ns
+    attention   pairs of query and key · heads · layers · (4 head size / rate + passes over scores · ns)
+    cache       keys and values of single tokens / rate, and passes over their scores where those are apart
+    calls       operations of the layers (cpu_operations.py) · µs + the step's own µs + answers · (µs + vocabulary · ns)
 
-On a CPU these follow one another, so nothing is hidden. Limits: layers that do not run over joint weights
-(serve/weights/joint.py) make more calls, and experts have fewer rows a product, than is counted here.
+On a CPU these follow one another, so nothing is hidden. torch's attention makes scores, their softmax and sums in one
+pass; soft caps and sinks are operations of their own over all scores, and with sinks keys and values are copied for
+every head of queries.
 """
 
 from dataclasses import dataclass
 
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.serving_step import Step, layer_params, moved_elements
+from tightfit.plan.cpu_operations import PLAIN_SINGLE, runs_joint, step_operations
+from tightfit.plan.serving_step import Step, expert_params, experts_met, layer_params, moved_elements
+
+NORM_ELEMENTS = 2
+"""Read and written of each number that is normed."""
+SOFTCAP_PASSES, SINK_PASSES = 4, 2
+"""Over all scores, beside the softmax, of attention that is not one operation of torch: 32 and 16 ns a pair beside 7.5
+of a softmax on a Neoverse N1, at heads of 16 to 256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +48,54 @@ class CpuStepRates:
     def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
         """Predicted seconds of `step`; the bytes of its weights are in what products take."""
         rates = self.measured
-        attention_flop = 4 * step.pairs * spec.query_size * spec.layers
-        elements = step.tokens * spec.layers * moved_elements(spec)
-        calls_us = spec.layers * rates.layer_us + rates.step_us + (step.answers - 1) * rates.answer_us
+        elements = step.tokens * spec.layers * _moved_elements(spec)
         return (
             self.products_seconds(spec, step)
             + 1e-9 * elements * rates.element_ns
-            + 1e-9 * attention_flop / rates.attention_gflop_s
-            + 1e-9 * step.cache_bytes / rates.cached_gb_s
-            + 1e-6 * calls_us
+            + 1e-9 * step.pairs * spec.heads * spec.layers * self._score_ns(spec)
+            + 1e-9 * step.cache_bytes * self._cached_ns(spec)
+            + 1e-6 * (self._layers_us(spec, step) + rates.step_us + (step.answers - 1) * rates.answer_us)
             + 1e-9 * step.answers * spec.vocab_size * rates.logit_ns
         )
 
+    def _layers_us(self, spec: ModelSpec, step: Step) -> float:
+        """Of the calls of all layers."""
+        each_us = self.measured.layer_us / PLAIN_SINGLE if runs_joint(spec) else self.measured.operation_us
+        return each_us * step_operations(spec, prompts=step.pairs > 0)
+
+    def _score_ns(self, spec: ModelSpec) -> float:
+        """Of each pair of query and key of a head."""
+        return 4 * spec.head_dim / self.measured.attention_gflop_s + (1 + _passes(spec)) * self.measured.score_ns
+
+    def _cached_ns(self, spec: ModelSpec) -> float:
+        """Of each byte of keys and values that single tokens attend over, in float32."""
+        reads = 1 + spec.heads // spec.kv_heads if spec.sinks else 1
+        scores = spec.heads / (2 * 4 * spec.kv_size)
+        return reads / self.measured.cached_gb_s + scores * _passes(spec) * self.measured.score_ns
+
     def products_seconds(self, spec: ModelSpec, step: Step) -> float:
         """Of the step's products alone."""
-        layers_ns = layer_params(spec) * self.measured.product_ns(self.layers_as, step.tokens)
+        routed_ns, in_experts = 0.0, 0
+        if spec.experts is not None:
+            layers, met = sum(map(spec.is_routed, range(spec.layers))), experts_met(spec, step.tokens)
+            in_experts = layers * spec.experts.per_token * expert_params(spec)
+            rows = max(1, round(step.tokens * spec.experts.per_token / met))
+            routed_ns = layers * met * expert_params(spec) * self.measured.product_ns(self.layers_as, rows)
+        dense_ns = (layer_params(spec) - in_experts) * self.measured.product_ns(self.layers_as, step.tokens)
         head_ns = spec.vocabulary_params * self.measured.product_ns(self.head_as, step.answers)
-        return 1e-9 * (layers_ns + head_ns)
+        return 1e-9 * (dense_ns + routed_ns + head_ns)
 
     def reading_seconds(self, spec: ModelSpec) -> float:
         """Of weights that are read once: products of one row."""
         return self.products_seconds(spec, Step(tokens=1, answers=1, pairs=0, cache_bytes=0))
+
+
+def _moved_elements(spec: ModelSpec) -> int:
+    """Numbers of a token that a layer reads and writes beside products and attention."""
+    more_norms = (spec.norms_per_layer - 2) * spec.hidden_size + (spec.query_size + spec.kv_size) * spec.qk_norm
+    return moved_elements(spec) + NORM_ELEMENTS * more_norms
+
+
+def _passes(spec: ModelSpec) -> int:
+    """Over all scores, beside the softmax."""
+    return SOFTCAP_PASSES * (spec.attention_softcap is not None) + SINK_PASSES * spec.sinks

@@ -25,3 +25,15 @@ def layer_params(spec: ModelSpec) -> int:
 def moved_elements(spec: ModelSpec) -> int:
     """Numbers of a token that a layer's norms, rotary positions and activations read and write."""
     return 10 * spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 4 * spec.mlp_size
+
+
+def expert_params(spec: ModelSpec) -> int:
+    """Weights of one expert; 0 of a dense model."""
+    return 0 if spec.experts is None else (spec.up_projections + 1) * spec.hidden_size * spec.experts.mlp_size
+
+
+def experts_met(spec: ModelSpec, tokens: int) -> float:
+    """Experts of a routed layer that so many tokens go to, if all are as likely: E (1 − (1 − k/E)ᵀ)."""
+    assert spec.experts is not None
+    count = spec.experts.count
+    return count * (1 - (1 - spec.experts.per_token / count) ** tokens)

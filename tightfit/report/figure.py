@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.durable import durable_file, refuse_unwritable
+from tightfit.durable import durable_file, place_of, refuse_unwritable
 from tightfit.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def check_picture_path(path: Path) -> None:
         raise UserError(f"picture {path} ends in {path.suffix or 'nothing'!r}; name it .png or .svg")
     if path.is_dir():
         raise UserError(f"picture {path} is a directory; name a file in it")
-    refuse_unwritable(path.parent, path)
+    refuse_unwritable(place_of(path).parent, path)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from tightfit.report.tables import print_json
 if TYPE_CHECKING:
     from tightfit.plan.serving_time import ServingRates
     from tightfit.serve.load import LoadRow
+    from tightfit.serve.peer_load import PeerRow
 
 
 def print_load(
@@ -19,10 +20,12 @@ def print_load(
     prompt_tokens: int,
     answer_tokens: int,
     as_json: bool,
+    peers: "Sequence[PeerRow]" = (),
 ) -> None:
-    """A row for each number of requests at a time."""
+    """A row for each number of requests at a time; `peers` are what transformers took for the same."""
     if as_json:
-        return print_json({"model": model, "rows": [asdict(row) for row in rows]})
+        told = {"model": model, "rows": [asdict(row) for row in rows]}
+        return print_json(told | ({"transformers": [asdict(row) for row in peers]} if peers else {}))
     read, products = rates.bytes_per_second / 1e9, rates.product_flops / 1e12
     print(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
     print(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
@@ -30,6 +33,10 @@ def print_load(
     print(f"{'at once':>7}{'first token, ms':>26}{'between tokens, ms':>26}{'tokens/s':>18}{'at most':>10}")
     for row in rows:
         print(_line(row))
+    if peers:
+        print("transformers, greedy, one batch of the same weights and lengths")
+    for peer, row in zip(peers, rows, strict=False):
+        print(_peer_line(peer, row))
 
 
 def _line(row: "LoadRow") -> str:
@@ -37,3 +44,9 @@ def _line(row: "LoadRow") -> str:
     between = f"{row.between_tokens_ms:.2f} / {row.between_tokens_ms_p90:.2f} ≈ {row.predicted_between_tokens_ms:.2f}"
     speed = f"{row.tokens_per_second:,.1f} ≈ {row.predicted_tokens_per_second:,.1f}"
     return f"{row.at_once:>7}{first:>26}{between:>26}{speed:>18}{row.most_tokens_per_second:>10,.1f}"
+
+
+def _peer_line(peer: "PeerRow", ours: "LoadRow") -> str:
+    times = f"ours {ours.tokens_per_second / peer.tokens_per_second:.2f}×"
+    columns = f"{peer.first_token_ms:>26.1f}{peer.between_tokens_ms:>26.2f}{peer.tokens_per_second:>18,.1f}"
+    return f"{peer.at_once:>7}{columns}{times:>12}"

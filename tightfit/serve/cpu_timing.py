@@ -26,6 +26,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.cpu_operations import step_operations
 from tightfit.plan.serving_step import moved_elements
 from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.config import EngineConfig
@@ -50,7 +51,8 @@ READING_ROWS = 16
 ROUNDS = 3
 TOKENS, LENGTH, SEQUENCES = 256, 512, 8
 FEW_LAYERS, MORE_LAYERS, STEPS = 2, 10, 24
-NARROW: ModelSpec = replace(preset("tiny-llama"), layers=FEW_LAYERS)
+PLAIN, OWN = "tiny-llama", "tiny-gemma3"
+"""Narrow models, of which one has layers over joint weights and one runs through its modules."""
 
 
 @torch.inference_mode()
@@ -58,14 +60,17 @@ def measure_cpu_rates() -> CpuRates:
     """All parts, in some seconds."""
     spec = replace(preset("smollm2-135m"), layers=1)
     layer_us, step_us, answer_us = _calls()
+    attention_gflop_s, score_ns = _attention(spec)
     return CpuRates(
         products={form: _curve(weights) for form, weights in _forms()},
         layer_us=layer_us,
+        operation_us=_operation_us(),
         step_us=step_us,
         answer_us=answer_us,
         logit_ns=_logit_ns(),
         element_ns=_element_ns(spec),
-        attention_gflop_s=_attention_gflop_s(spec),
+        attention_gflop_s=attention_gflop_s,
+        score_ns=score_ns,
         cached_gb_s=_cached_gb_s(spec),
     )
 
@@ -132,14 +137,24 @@ def _element_ns(spec: ModelSpec) -> float:
     return 1e9 * _best_s(layer) / (TOKENS * moved_elements(spec))
 
 
-def _attention_gflop_s(spec: ModelSpec) -> float:
-    """Of a prompt's queries to its keys before them."""
+def _attention(spec: ModelSpec) -> tuple[float, float]:
+    """GFLOP/s of products of a prompt's queries, keys and values, and ns of each score: of wide heads and narrow ones,
+    whose products alone differ."""
+    wide, narrow = (_score_ns(replace(spec, head_dim=size)) for size in (spec.head_dim, spec.head_dim // 4))
+    flop = 4 * (spec.head_dim - spec.head_dim // 4)
+    if not narrow < wide < 4 * narrow:  # where another's work was measured: all of it as products
+        return 4 * spec.head_dim / wide, 0.0
+    return flop / (wide - narrow), max(0.0, wide - 4 * spec.head_dim * (wide - narrow) / flop)
+
+
+def _score_ns(spec: ModelSpec) -> float:
+    """Of each score of a prompt's queries and the keys before them, with all that is computed for it."""
     query, key, value = (
         torch.randn(1, heads, LENGTH, spec.head_dim) for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
     )
     mask = AttentionMask(LENGTH, LENGTH, query.device)
     seconds = _best_s(lambda: attend_masked(query, key, value, mask, scale=1.0, window=None))
-    return 1e-9 * 4 * LENGTH**2 / 2 * spec.query_size / seconds
+    return 1e9 * seconds / (spec.heads * LENGTH**2 / 2)
 
 
 def _cached_gb_s(spec: ModelSpec) -> float:
@@ -167,20 +182,28 @@ def _logit_ns() -> float:
 
 
 def _calls() -> tuple[float, float, float]:
-    """Microseconds of a layer's calls, of a step's others with one answer, and of each further answer."""
-    few, more = (_narrow_engine(layers) for layers in (FEW_LAYERS, MORE_LAYERS))
-    one_us, deep_us, several_us = (
-        min(_step_us(engine, answers) for _ in range(ROUNDS))
-        for engine, answers in ((few, 1), (more, 1), (few, SEQUENCES))
-    )
-    layer_us = max(0.0, deep_us - one_us) / (MORE_LAYERS - FEW_LAYERS)
+    """Microseconds of a plain layer's calls, of a step's others with one answer, and of each further answer."""
+    few, more = (_narrow_engine(PLAIN, layers) for layers in (FEW_LAYERS, MORE_LAYERS))
+    one_us, several_us = _least_us(few, 1), _least_us(few, SEQUENCES)
+    layer_us = max(0.0, _least_us(more, 1) - one_us) / (MORE_LAYERS - FEW_LAYERS)
     return layer_us, max(0.0, one_us - FEW_LAYERS * layer_us), max(0.0, several_us - one_us) / (SEQUENCES - 1)
 
 
-def _narrow_engine(layers: int) -> Engine:
-    model = Decoder(replace(NARROW, layers=layers))
+def _operation_us() -> float:
+    """Microseconds of each operation of a layer that runs through its modules."""
+    few, more = (_narrow_engine(OWN, layers) for layers in (FEW_LAYERS, MORE_LAYERS))
+    counted = [step_operations(engine.model.spec, prompts=False) for engine in (few, more)]
+    return max(0.0, _least_us(more, 1) - _least_us(few, 1)) / (counted[1] - counted[0])
+
+
+def _narrow_engine(name: str, layers: int) -> Engine:
+    model = Decoder(replace(preset(name), layers=layers, window=None, window_layers=()))
     init_weights(model)
     return Engine(model, None, EngineConfig(max_sequences=SEQUENCES, cache_bytes=2**20, prefix_cache=False))
+
+
+def _least_us(engine: Engine, answers: int) -> float:
+    return min(_step_us(engine, answers) for _ in range(ROUNDS))
 
 
 def _step_us(engine: Engine, answers: int) -> float:

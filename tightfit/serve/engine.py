@@ -34,7 +34,7 @@ from tightfit.serve.graphs.async_steps import AsyncSteps, Flight
 from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.requests.grammar import Constraints, Matcher
-from tightfit.serve.requests.request import Answer, Finish, Output, Request, TokenChance
+from tightfit.serve.requests.request import MOST_ANSWERS, Answer, Finish, Output, Request, TokenChance
 from tightfit.serve.requests.text_stream import TextStream
 from tightfit.serve.running import Running
 from tightfit.serve.sampling.chooser import Asked, Chosen, choose, choose_alone
@@ -141,8 +141,8 @@ class Engine:
             raise UserError(f"the prompt has token {bad[0]}, but the model's vocabulary ends at {spec.vocab_size - 1}")
         if len(prompt) >= self.max_length:
             raise UserError(f"the prompt is {len(prompt)} tokens long; there is room for {self.max_length}, shorten it")
-        if not 1 <= request.count <= 128:
-            raise UserError(f"count is {request.count}; it must lie between 1 and 128")
+        if not 1 <= request.count <= MOST_ANSWERS:
+            raise UserError(f"count is {request.count}; it must lie between 1 and {MOST_ANSWERS}")
         if request.adapter is not None and request.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise UserError(f"there is no adapter {request.adapter!r}; there are {known}")

@@ -248,10 +248,10 @@ def _single_attention(
     mask = None if step is None else step.single_mask(window)
     if (sinks := settings.get("sinks")) is not None:
         return sink_attention_eager(query[:, :, None], key, value, sinks, mask, scale=scale)[:, :, 0]
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])  # a group's heads as rows: no key is copied
     if (softcap := settings.get("softcap")) is not None:
-        return attention_eager(query[:, :, None], key, value, mask, scale=scale, softcap=softcap)[:, :, 0]
+        return attention_eager(grouped, key, value, mask, scale=scale, softcap=softcap).reshape(query.shape)
     bias = None if step is None else step.single_bias(window, query.dtype)
-    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[2])
     return F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale).reshape(query.shape)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.serve.http.protocol import NO_ECHO, Echo
+from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.http.tools import found_calls
 from tightfit.serve.requests.request import Answer, Output, TokenChance
 
@@ -23,9 +25,10 @@ class Usage:
     cached: int = 0
 
     def add(self, output: Output) -> None:
-        """What came."""
+        """What came. A prompt counts once, so of its answers only the first says how much of it was cached: the others
+        find what that one stored."""
         self.answer += len(output.tokens)
-        self.cached += output.cached
+        self.cached += output.cached if output.index == 0 else 0
 
     def to_json(self) -> Json:
         """OpenAI's object."""
@@ -33,7 +36,7 @@ class Usage:
             "prompt_tokens": self.prompt,
             "completion_tokens": self.answer,
             "total_tokens": self.prompt + self.answer,
-            "prompt_tokens_details": {"cached_tokens": min(self.cached, self.prompt)},
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
@@ -48,21 +51,27 @@ class Writer:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Answer], usage: Usage, echo: Callable[[int], str] = lambda index: "") -> Json:
+    def whole(
+        self, answers: Sequence[Answer], usage: Usage, echo: Callable[[int], Echo] = lambda index: NO_ECHO
+    ) -> Json:
         """All answers at once, after what `echo` says of each."""
         kind = "chat.completion" if self.chat else "text_completion"
         choices = [self._choice(index, answer, echo(index)) for index, answer in enumerate(answers)]
         return self._head(kind) | {"choices": choices, "usage": usage.to_json()}
 
-    def opening(self, index: int, before: str = "") -> Json:
+    def opening(self, index: int, before: Echo = NO_ECHO) -> Json:
         """The first piece of a chat's stream, which says who speaks; of a completion, what it begins with."""
-        added: Json = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": before}
-        return self._piece(index, added, None, None)
+        added: Json = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": before.text}
+        return self._piece(index, added, self._echoed_chances(before), None)
 
-    def piece(self, index: int, output: Output) -> Json:
+    def offsets(self, before: Echo = NO_ECHO) -> TextOffsets:
+        """Where tokens of an answer begin that comes in pieces, for `piece`."""
+        return TextOffsets(self.tokenizer, len(before.text))
+
+    def piece(self, index: int, output: Output, offsets: TextOffsets) -> Json:
         """What one step added."""
         added = {"delta": {"content": output.text}} if self.chat else {"text": output.text}
-        return self._piece(index, added, self._chances(output.chances), REASONS[output.finish])
+        return self._piece(index, added, self._chances(output.chances, offsets), REASONS[output.finish])
 
     def calls(self, index: int, answer: Answer) -> list[Json]:
         """The pieces of an answer that had to be seen whole, as it may be calls; chances come with the last."""
@@ -73,7 +82,7 @@ class Writer:
         for place, call in enumerate(calls):
             pieces.append(self._piece(index, {"delta": {"tool_calls": [{"index": place, **call}]}}, None, None))
         finish = "tool_calls" if calls else REASONS[answer.finish]
-        return [*pieces, self._piece(index, {"delta": {}}, self._chances(answer.chances), finish)]
+        return [*pieces, self._piece(index, {"delta": {}}, self._chances(answer.chances, self.offsets()), finish)]
 
     def ending(self, usage: Usage) -> Json:
         """The last piece of a stream that ends with its usage."""
@@ -91,11 +100,12 @@ class Writer:
         choice = {"index": index, **added, "logprobs": chances, "finish_reason": finish}
         return self._head(self._stream_kind) | {"choices": [choice]}
 
-    def _choice(self, index: int, answer: Answer, before: str) -> Json:
-        common: Json = {"index": index, "logprobs": self._chances(answer.chances)}
-        finish = REASONS[answer.finish]
+    def _choice(self, index: int, answer: Answer, before: Echo) -> Json:
+        chances, finish = self._chances(answer.chances, self.offsets(before)), REASONS[answer.finish]
         if not self.chat:
-            return common | {"text": before + answer.text, "finish_reason": finish}
+            told = _joined(self._echoed_chances(before), chances)
+            return {"index": index, "logprobs": told, "text": before.text + answer.text, "finish_reason": finish}
+        common: Json = {"index": index, "logprobs": chances}
         message: Json = {"role": "assistant", "content": answer.text}
         if self.reads_calls:
             text, calls = found_calls(answer.text)
@@ -103,7 +113,7 @@ class Writer:
                 message, finish = {"role": "assistant", "content": text or None, "tool_calls": calls}, "tool_calls"
         return common | {"message": message, "finish_reason": finish}
 
-    def _chances(self, chances: Sequence[TokenChance]) -> Json | None:
+    def _chances(self, chances: Sequence[TokenChance], offsets: TextOffsets) -> Json | None:
         if not chances:
             return None
         if not self.chat:
@@ -111,7 +121,7 @@ class Writer:
                 "tokens": [self._name(each.token) for each in chances],
                 "token_logprobs": [each.logprob for each in chances],
                 "top_logprobs": [{self._name(token): p for token, p in each.top} for each in chances],
-                "text_offset": [],
+                "text_offset": offsets.of(each.token for each in chances),
             }
         return {
             "content": [
@@ -120,6 +130,14 @@ class Writer:
                 for each in chances
             ]
         }
+
+    def _echoed_chances(self, before: Echo) -> Json | None:
+        """Of a prompt's tokens; nothing is known of the first."""
+        if not before.tokens:
+            return None
+        first, offsets = before.tokens[0], TextOffsets(self.tokenizer)
+        unknown: Json = {"tokens": [self._name(first)], "token_logprobs": [None], "top_logprobs": [None]}
+        return _joined(unknown | {"text_offset": offsets.of([first])}, self._chances(before.chances, offsets))
 
     def _named(self, token: int, logprob: float) -> Json:
         text = self.tokenizer.decode([token])
@@ -132,6 +150,13 @@ class Writer:
             return own.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own)
+
+
+def _joined(one: Json | None, other: Json | None) -> Json | None:
+    """Lists of two parts of a completion, one after the other."""
+    if one is None or other is None:
+        return one or other
+    return {name: one[name] + other[name] for name in one}
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:

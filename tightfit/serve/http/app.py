@@ -5,7 +5,7 @@ import base64
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -32,17 +32,20 @@ from tightfit.serve.http.protocol import (
     MOST_PROMPTS,
     ChatBody,
     CompletionBody,
+    Echo,
     EmbeddingBody,
     as_token_lists,
     echoed,
 )
 from tightfit.serve.http.streaming import Asking, EventStream, streamed
 from tightfit.serve.http.tools import forced_grammar, offered
+from tightfit.serve.prompt_chances import prompt_chances
 from tightfit.serve.requests.request import Answer
 from tightfit.serve.requests.request import Request as EngineRequest
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 CLIENT_GONE = 499
+READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error_body(f"{place or 'the body'}: {first['msg']}"), 400)
 
     def http(_: Request, error: Any) -> JSONResponse:
-        return JSONResponse(error_body(str(error.detail)), error.status_code)
+        return JSONResponse(error_body(str(error.detail)), error.status_code, headers=error.headers)
 
     app.add_exception_handler(RequestValidationError, malformed)
     app.add_exception_handler(HTTPException, http)
@@ -111,29 +114,29 @@ def _add_errors(app: FastAPI) -> None:
 def _add_numbers(app: FastAPI, served: Served) -> None:
     service = served.service
 
-    @app.get("/")
+    @app.api_route("/", methods=READ)
     def page() -> HTMLResponse:
         return HTMLResponse(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=READ)
     def health() -> JSONResponse:
         if service.failure is not None:
             return JSONResponse({"status": "dead"}, 503)
         return JSONResponse({"status": "draining" if service.draining else "ok"}, 503 if service.draining else 200)
 
-    @app.get("/stats")
+    @app.api_route("/stats", methods=READ)
     def numbers() -> dict[str, Any]:
         return stats(service)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     def metrics() -> PlainTextResponse:
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [_described(served, name) for name in served.names]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     def model(name: str) -> dict[str, Any]:
         return _described(served, served.adapter_of(name) or served.name)
 
@@ -157,11 +160,19 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         prompts = await asyncio.to_thread(as_token_lists, body.prompt, tokenizer, longest)
         if not 1 <= len(prompts) <= MOST_PROMPTS:
             raise UserError(f"there are {len(prompts)} prompts; give 1 to {MOST_PROMPTS}")
-        body.refuse_unranked()
-        sampling = body.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
+        body.refuse_undone()
+        asked = body.model_copy(update={"max_tokens": 1}) if body.is_silent else body
+        sampling = asked.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
         writer = Writer(adapter or served.name, tokenizer, chat=False)
-        echoes = tuple(echoed(body.prompt, tokenizer)) if body.echo else ()
-        return await _answered(served, Asking(body, prompts, sampling, writer, adapter, echoes), request)
+        asking = Asking(body, prompts, sampling, writer, adapter)
+        if body.echo:
+            echoes = await until_gone(request.receive, _echoes(served, asking, echoed(body.prompt, tokenizer)))
+            if echoes is None:
+                return Response(status_code=CLIENT_GONE)
+            asking = replace(asking, echoes=echoes)
+        if body.is_silent:
+            return JSONResponse(await _unanswered(served, asking))
+        return await _answered(served, asking, request)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
@@ -185,8 +196,33 @@ async def _answered(served: Served, asking: Asking, request: Request) -> Respons
         return Response(status_code=CLIENT_GONE)
     usage = Usage(sum(len(each.prompt) for each in asking.requests))
     usage.answer = sum(len(answer.tokens) for answer in answers)
-    usage.cached = sum(answer.cached for answer in answers)
+    usage.cached = sum(answer.cached for answer in answers[:: asking.body.n])
     return JSONResponse(asking.writer.whole(answers, usage, asking.echo))
+
+
+async def _echoes(served: Served, asking: Asking, texts: list[str]) -> tuple[Echo, ...]:
+    """What answers begin with: the prompts, with their log probabilities where those are asked for."""
+    top = asking.sampling.logprobs
+    if top is None:
+        return tuple(map(Echo, texts))
+    if asking.adapter is not None:
+        raise UserError(f"model is {asking.adapter!r}, an adapter; echo with logprobs is of {served.name} alone")
+    for each in asking.requests:
+        await served.service.check(each)
+    found = []
+    for text, tokens in zip(texts, asking.prompts, strict=True):  # one at a time, so that answers under way go on
+        chances = await served.service.call(partial(prompt_chances, tokens, top))
+        found.append(Echo(text, tokens, chances))
+    return tuple(found)
+
+
+async def _unanswered(served: Served, asking: Asking) -> dict[str, Any]:
+    """The prompts alone, where no token is asked for."""
+    for each in asking.requests:
+        await served.service.check(each)
+    answers = [Answer(finish="length") for _ in range(len(asking.prompts) * asking.body.n)]
+    usage = Usage(sum(map(len, asking.prompts)))
+    return asking.writer.whole(answers, usage, asking.echo)
 
 
 async def _gathered(service: Service, requests: list[EngineRequest], seconds: float) -> list[Answer]:

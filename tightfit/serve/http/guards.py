@@ -28,6 +28,8 @@ class ServerLimits:
     names: frozenset[str] = frozenset()
     """What it may be called by without a key; empty: anything."""
     body_bytes: int = 8 * 2**20
+    head_seconds: float = 30.0
+    """Until a connection has said what it asks for (timely.py)."""
     body_seconds: float = 30.0
     request_seconds: float = 600.0
     requests: int = 512

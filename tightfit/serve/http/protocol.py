@@ -5,17 +5,21 @@ fields are passed over, as clients send many. Values are checked where they are 
 refused by their length or at their first mistake: pydantic writes a sentence for each, and half a million take seconds.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.requests.grammar import FORMS, Grammar, asked_grammar
-from tightfit.serve.requests.sampling import NUMBERS, Sampling
+from tightfit.serve.requests.request import MOST_ANSWERS, TokenChance
+from tightfit.serve.requests.sampling import LARGEST_SEED, NUMBERS, Sampling
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; chats go on until they are over."""
+CONTENT = ("messages", "prompt", "input")
 MOST_STOPS = 16
 MOST_PROMPTS = 64
 MOST_TOOLS = 1024
@@ -35,8 +39,8 @@ def _at_most(most: int, what: str) -> BeforeValidator:
 
 def _all_of(given: Any, kind: type, what: str) -> Any:
     """Refuse the first item of a list that is something else."""
-    if isinstance(given, list) and not all(isinstance(each, kind) for each in given):
-        place = next(index for index, each in enumerate(given) if not isinstance(each, kind))
+    if isinstance(given, list) and not all(type(each) is kind for each in given):  # JSON's true is no number
+        place = next(index for index, each in enumerate(given) if type(each) is not kind)
         raise ValueError(f"item {place} is not {what}")
     return given
 
@@ -74,9 +78,17 @@ Messages = Annotated[
 
 
 class Lenient(BaseModel):
-    """Takes what it knows and passes over the rest."""
+    """Takes what it knows and passes over the rest. A setting that is null is left out, as some clients send them all;
+    what a request is about may not be."""
 
     model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name in CONTENT}
 
 
 class ResponseFormat(Lenient):
@@ -108,7 +120,7 @@ class Generation(Lenient):
     logit_bias: Annotated[dict[int, float] | None, _at_most(MOST_BIASES, "biases")] = None
     seed: int | None = None
     stop: Annotated[str | list[str] | None, _at_most(MOST_STOPS, "texts")] = None
-    n: int = 1
+    n: int = Field(default=1, ge=1, le=MOST_ANSWERS)
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -124,6 +136,8 @@ class Generation(Lenient):
         """Settings of ours; `max_tokens` where the client gives none."""
         names = (*NUMBERS, "top_k", "logit_bias", "seed")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if -LARGEST_SEED - 1 <= given.get("seed", 0) < 0:
+            given["seed"] += LARGEST_SEED + 1  # OpenAI's seeds have a sign
         return Sampling(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             stop=self._stops(),
@@ -150,8 +164,15 @@ class CompletionBody(Generation):
     best_of: int | None = None
     suffix: str | None = None
 
-    def refuse_unranked(self) -> None:
+    @property
+    def is_silent(self) -> bool:
+        """Whether no token is asked for, but what is to be said of the prompt."""
+        return self.echo and self.max_tokens == 0
+
+    def refuse_undone(self) -> None:
         """Refuse what would change the answer and is not done here."""
+        if self.is_silent and self.stream:
+            raise UserError("max_tokens is 0, which leaves a stream empty; leave stream out or ask for a token")
         if self.best_of not in (None, self.n):
             raise UserError(
                 f"best_of is {self.best_of} and n is {self.n}; answers are not ranked here, leave best_of out"
@@ -218,6 +239,19 @@ def as_token_lists(given: Texts, tokenizer: Tokenizer, room: int) -> list[list[i
     if given and all(isinstance(each, int) for each in given):
         return [[int(each) for each in given]]  # type: ignore[arg-type]
     return [tokens(each) if isinstance(each, str) else list(each) for each in given]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that its answers begin with, and what the model thought of each of its tokens after the first, where
+    log probabilities are told."""
+
+    text: str = ""
+    tokens: Sequence[int] = ()
+    chances: Sequence[TokenChance] = ()
+
+
+NO_ECHO = Echo()
 
 
 def echoed(given: Texts, tokenizer: Tokenizer) -> list[str]:

@@ -23,7 +23,7 @@ from tightfit.errors import UserError
 from tightfit.launch.endings import exit_name
 from tightfit.serve.http.balancer import Balancer
 from tightfit.serve.http.guards import Guards
-from tightfit.serve.http.server import PatientServer, ServerOptions
+from tightfit.serve.http.server import PatientServer, ServerOptions, listening_config
 
 OWN = ("--replicas", "--host", "--port")
 """Options that are not passed on to a copy."""
@@ -39,15 +39,7 @@ def serve_replicas(arguments: Sequence[str], options: ServerOptions, *, replicas
     ports = _free_ports(replicas)
     with _copies(without_own(arguments), ports, cards if gpus else 0) as copies:
         _wait_until_healthy(copies, ports)
-        server = PatientServer(
-            uvicorn.Config(
-                Guards(Balancer(ports), options.limits),
-                host=options.host,
-                port=options.port,
-                log_level="warning",
-                timeout_graceful_shutdown=options.drain_seconds,
-            )
-        )
+        server = PatientServer(listening_config(Guards(Balancer(ports), options.limits), options))
         threading.Thread(target=_watch, args=(copies, server), daemon=True).start()
         server.run()
         ended = {index: copy.returncode for index, copy in enumerate(copies) if copy.poll() is not None}

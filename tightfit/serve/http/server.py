@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -11,6 +12,7 @@ from tightfit.models.loading import LoadedModel
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.app import Served, make_app
 from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.timely import timely
 from tightfit.serve.service import Service
 
 DRAIN_SECONDS = 60
@@ -46,6 +48,19 @@ class DrainingServer(PatientServer):
         super().handle_exit(sig, frame)
 
 
+def listening_config(app: Any, options: ServerOptions) -> uvicorn.Config:
+    """How uvicorn serves `app`."""
+    return uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        http=timely(options.limits.head_seconds),
+        log_level="warning",
+        timeout_graceful_shutdown=options.drain_seconds,
+        h11_max_incomplete_event_size=64 * 2**10,
+    )
+
+
 def serve(loaded: LoadedModel, engine: Engine, options: ServerOptions) -> None:
     """Serve until a signal comes. Raises what killed the engine, where that is why it ended."""
     if loaded.tokenizer is None:
@@ -58,16 +73,7 @@ def serve(loaded: LoadedModel, engine: Engine, options: ServerOptions) -> None:
 
     name = options.name or loaded.source
     app = make_app(Served(name, service, loaded.tokenizer, options.limits, on_failure))
-    server = DrainingServer(
-        uvicorn.Config(
-            app,
-            host=options.host,
-            port=options.port,
-            log_level="warning",
-            timeout_graceful_shutdown=options.drain_seconds,
-            h11_max_incomplete_event_size=64 * 2**10,
-        )
-    )
+    server = DrainingServer(listening_config(app, options))
     server.service = service
     servers.append(server)
     server.run()

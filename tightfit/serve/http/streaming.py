@@ -11,7 +11,8 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from tightfit.serve.http.answers import Usage, Writer, error_body
-from tightfit.serve.http.protocol import Generation
+from tightfit.serve.http.protocol import NO_ECHO, Echo, Generation
+from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.requests.request import Answer, Output, Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.service import EngineDiedError, Service
@@ -28,12 +29,12 @@ class Asking:
     sampling: Sampling
     writer: Writer
     adapter: str | None = None
-    echoes: tuple[str, ...] = ()
-    """The prompts as text, where answers are to begin with them."""
+    echoes: tuple[Echo, ...] = ()
+    """The prompts, where answers are to begin with them."""
 
-    def echo(self, choice: int) -> str:
+    def echo(self, choice: int) -> Echo:
         """What the text of a choice begins with."""
-        return self.echoes[choice // self.body.n] if self.echoes else ""
+        return self.echoes[choice // self.body.n] if self.echoes else NO_ECHO
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -102,16 +103,16 @@ async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGen
 async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, usage: Usage) -> AsyncIterator[str]:
     writer = asking.writer
     whole: dict[int, Answer] = {}
-    begun: set[int] = set()
+    begun: dict[int, TextOffsets] = {}
     async for index, output in outputs:
         usage.add(output)
         if index not in begun:
-            begun.add(index)
+            begun[index] = writer.offsets(asking.echo(index))
             if writer.chat or asking.echoes:
                 yield event(writer.opening(index, asking.echo(index)))
         if not writer.reads_calls:
             if output.text or output.finish or output.chances:
-                yield event(writer.piece(index, output))
+                yield event(writer.piece(index, output, begun[index]))
             continue
         answer = whole.setdefault(index, Answer())
         answer.add(output)

@@ -1,7 +1,8 @@
 """Functions the model may call: into the chat template, and out of the text that comes back.
 
 Models write calls in their own ways; two are read: `<tool_call>{…}</tool_call>` (Hermes, Qwen) and a bare JSON object
-with a name and arguments or parameters (Llama 3). Where the client insists on a call, a grammar makes the answer one.
+with a name and arguments or parameters (Llama 3). In both places a list may stand for several calls (SmolLM2). Where
+the client insists on a call, a grammar makes the answer one.
 """
 
 import json
@@ -13,7 +14,7 @@ from tightfit.errors import UserError
 from tightfit.serve.http.protocol import ChatBody, Tool
 from tightfit.serve.requests.grammar import Grammar
 
-MARKED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
+MARKED = re.compile(r"<tool_call>\s*(\{.*?\}|\[.*?\])\s*(?:</tool_call>|$)", re.DOTALL)
 Call = dict[str, Any]
 
 
@@ -30,24 +31,32 @@ def forced_grammar(body: ChatBody) -> Grammar | None:
         return None
     if not wanted:
         raise UserError("tool_choice asks for a call, but names no function that is among the tools")
-    calls = [_call_schema(tool) for tool in wanted]
-    return Grammar("json_schema", json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls}))
+    try:
+        return Grammar("json_schema", json.dumps(_calls_schema(wanted)))
+    except RecursionError:
+        raise UserError("tools have parameters that are nested too deeply; give flatter ones") from None
 
 
 def found_calls(text: str) -> tuple[str, list[Call]]:
     """The text without the calls in it, and the calls as OpenAI writes them."""
-    marked = [call for each in MARKED.findall(text) if (call := _read(each)) is not None]
+    marked = [call for each in MARKED.findall(text) for call in _read(each)]
     if marked:
         return MARKED.sub("", text).strip(), marked
     whole = _read(text.strip())
-    return ("", [whole]) if whole is not None else (text, [])
+    return ("", whole) if whole else (text, [])
 
 
-def _read(text: str) -> Call | None:
+def _read(text: str) -> list[Call]:
+    """The call, or the list of nothing but calls, that a text is; else none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return None
+        return []
+    calls = [_call(each) for each in (value if isinstance(value, list) else [value])]
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def _call(value: Any) -> Call | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"].isprintable():
         return None  # half a surrogate pair is text in JSON, but nowhere else
     arguments = value.get("arguments", value.get("parameters"))
@@ -64,13 +73,32 @@ def _is_wanted(tool: Tool, choice: Any) -> bool:
     return choice == "required"
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
+def _calls_schema(tools: list[Tool]) -> dict[str, Any]:
+    """The schema of a call of one of `tools`."""
+    if len(tools) == 1:
+        return _call_schema(tools[0], "#")
+    return {"anyOf": [_call_schema(tool, f"#/anyOf/{place}") for place, tool in enumerate(tools)]}
+
+
+def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
+    """The schema of a call, which will be at `place`."""
+    parameters = tool.function.parameters or {"type": "object"}
+    arguments = _moved(parameters, f"{place}/properties/arguments")
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": tool.function.name},
-            "arguments": tool.function.parameters or {"type": "object"},
-        },
+        "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to itself are right where it is a part of another, at `place`."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    if isinstance(own := schema.get("$ref"), str) and own.startswith("#"):
+        moved["$ref"] = place + own[1:]
+    return moved

@@ -5,6 +5,8 @@ from typing import Literal
 
 from tightfit.serve.requests.sampling import Sampling
 
+MOST_ANSWERS = 128
+"""To one prompt."""
 Finish = Literal["stop", "length", "cancelled"]
 
 

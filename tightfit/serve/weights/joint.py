@@ -18,6 +18,7 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.linear_plus_adapter import base_of
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import ModelSpec, Rope
+from tightfit.plan.cpu_operations import runs_joint
 from tightfit.serve.weights.adapted import with_adapters
 from tightfit.serve.weights.fp8 import Fp8Weight
 from tightfit.serve.weights.half import copy_bytes, halved, has_products, is_exact, is_near
@@ -61,12 +62,7 @@ def _kind(part: Any) -> Any:
 
 def can_join(model: Decoder) -> bool:
     """Whether a model's layers are of the common kind, and projections of one input are all plain or coded alike."""
-    spec = model.spec
-    plain = spec.norm in ("rms", "rms_plus_one") and not spec.sandwich_norms and spec.gated
-    apart = spec.latent is not None or spec.qk_norm_joint or spec.sinks
-    if not plain or apart or spec.rope is None or spec.experts is not None:
-        return False
-    return all(_can_be_one(linears) for linears in _matrices(model))
+    return runs_joint(model.spec) and all(_can_be_one(linears) for linears in _matrices(model))
 
 
 @torch.no_grad()

@@ -1,0 +1,41 @@
+"""Connections on which no request comes are closed: uvicorn waits for the rest of a request's head without end, and
+every connection that waits takes one of the files that a process may have open."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+
+def timely(head_seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which closes a connection whose next request has not said its head after so long."""
+
+    class TimelyProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self.cycle is not before:
+                self._forget_deadline()
+            elif self.cycle is None or self.cycle.response_complete:
+                self._expect_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._forget_deadline()
+            super().connection_lost(exc)
+
+        def _expect_head(self) -> None:
+            if self._deadline is None:
+                self._deadline = self.loop.call_later(head_seconds, self.transport.close)
+
+        def _forget_deadline(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return TimelyProtocol
