@@ -51,7 +51,7 @@ READING_ROWS = 16
 """Up to which reading weights takes a good part of a product."""
 ROUNDS = 3
 PLACES = 3
-"""In memory, of a product's input: at some of them one row was multiplied at half of the speed that it has at others."""
+"""In memory, of a product's input: at some of them one row took twice as long as at others."""
 TOKENS, LENGTH, SEQUENCES = 256, 512, 8
 FEW_LAYERS, MORE_LAYERS, STEPS = 2, 10, 24
 PLAIN, OWN = "tiny-llama", "tiny-gemma3"
