@@ -89,6 +89,22 @@ def test_nothing_is_summed_before_the_first_backward(name: str) -> None:
         assert abs(ours / theirs - 1) < most, f"stage {stage}: {ours / 2**30:.2f} GiB, simulated {theirs / 2**30:.2f}"
 
 
+@pytest.mark.parametrize(
+    ("layers", "ranks", "stages", "micro_batches"), [(11, 4, 2, 8), (9, 2, 3, 8), (8, 2, 2, 2)], ids=str
+)
+def test_inputs_on_the_host_are_those_of_the_stages_in_flight(
+    layers: int, ranks: int, stages: int, micro_batches: int
+) -> None:
+    """Stages of a rank are not of one size, and the large one's turn may come when the small one's is over."""
+    layout = Layout(pipeline=ranks, schedule="interleaved", stages_per_rank=stages, micro_batch=1)
+    levers, spec = Levers(checkpoint_every=1, offload_checkpoints=True), replace(preset("tiny-llama"), layers=layers)
+    workload = Workload(spec=spec, sequence_length=64, global_batch=micro_batches, precision="bf16")
+    found, truth = training_ledger(workload, layout, levers), rehearse(workload, layout, levers)
+    for rank in {line.rank for line in truth.lines}:
+        ours, theirs = (ledger.allocated_bytes("backward", rank, place="host") for ledger in (found, truth))
+        assert ours == theirs > 0, f"rank {rank}"
+
+
 STEP: tuple[Any, ...] = ("forward", "loss", "backward", "optimizer")
 
 

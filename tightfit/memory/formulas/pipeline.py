@@ -133,6 +133,32 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
     return tuple(turns * K + min(K, max(0, begun - stage * K)) for stage in range(v))
 
 
+def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
+    """The most that rank `rank` has in flight at one time, if a micro-batch in each of its stages has so much.
+
+    Interleaved, not always when there are most pieces: while a large stage's turn goes on, a small one's are finished.
+    """
+    if layout.schedule != "interleaved":
+        in_flight = micro_batches_in_flight(layout, rank, micro_batches)
+        return sum(count * size for count, size in zip(in_flight, sizes, strict=True))
+    return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
+
+
+@lru_cache(maxsize=4096)
+def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
+    """By walking the schedule: forwards until the pipeline is full, then one backward after each forward."""
+    v = len(sizes)
+    pieces = micro_batches * v
+    full = min(pieces, 2 * (K - rank - 1) + (v - 1) * K + 1)
+    now = most = 0
+    for forward in range(pieces):
+        now += sizes[forward // K % v]
+        most = max(most, now)
+        if (backward := forward + 1 - full) >= 0:
+            now -= sizes[v - 1 - backward // K % v]
+    return most
+
+
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
     """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients.
 

@@ -13,7 +13,12 @@ from tightfit.memory.formulas.gradients import Gradients, make_gradients
 from tightfit.memory.formulas.local_shape import LocalShape, ceil, local_shape
 from tightfit.memory.formulas.loss import LossCost, loss_cost
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
-from tightfit.memory.formulas.pipeline import RankSpan, forwards_come_first, micro_batches_in_flight
+from tightfit.memory.formulas.pipeline import (
+    RankSpan,
+    forwards_come_first,
+    micro_batches_in_flight,
+    most_in_flight,
+)
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
 from tightfit.memory.formulas.states import States, resident_states
@@ -193,11 +198,10 @@ def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
 
 
 def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int) -> int:
-    """Inputs on the host at once: of the layers of every micro-batch in flight, as if stages were of one size."""
+    """Inputs on the host at once: of every micro-batch in flight those of the layers of its stage."""
     if not stage.offloaded:
         return 0
-    in_flight = max(1, sum(micro_batches_in_flight(layout, stage.span.rank, micro_batches)))
-    return in_flight * ceil(stage.offloaded, layout.stages_per_rank)
+    return most_in_flight(layout, stage.span.rank, micro_batches, stage.offloaded_by_stage)
 
 
 class InFlight(NamedTuple):
@@ -235,7 +239,9 @@ def _other_micro_batches_bytes(
     """Of micro-batches that keep `each_bytes` in all stages of a rank, and `loss_bytes` for the loss."""
     rank = stage.span.rank
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
-    other_bytes = max(0, _of_stages(stage, in_flight, each_bytes) - each_bytes)
+    layers = stage.span.layers_by_stage
+    kept_layers = most_in_flight(layout, rank, micro_batches, layers)
+    other_bytes = max(0, ceil(each_bytes * kept_layers, sum(layers)) - each_bytes)
     if layout.schedule == "zb-v":
         return max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))
     if layout.schedule == "zero-bubble" and rank:

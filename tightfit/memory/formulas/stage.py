@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
@@ -105,6 +106,8 @@ class StageMemory:
     """Weights of each matrix of the last layer."""
     offloaded: int
     """Recomputed layers whose input is on the host."""
+    offloaded_by_stage: tuple[int, ...]
+    """How many of them each stage of the rank has."""
     saved: SavedBytes
     """Activations of one micro-batch that layers keep on the GPU."""
     outside_bytes: int
@@ -167,6 +170,7 @@ def remembered_stage(
         embedding=embedding,
         last_layer_matrices=layer_matrices(shape, span.last - 1),
         offloaded=offloaded,
+        offloaded_by_stage=_by_stage(levels, span.layers_by_stage, offloaded),
         saved=_saved(shape, counts, offloaded),
         outside_bytes=tables_bytes + final_norm_bytes,
         tables_bytes=tables_bytes,
@@ -188,6 +192,15 @@ def stage_params(shape: LocalShape, span: RankSpan) -> tuple[Params, Params]:
     head = 0 if span.shares_embedding(spec) else vocabulary_params(shape)
     norm = spec.norm_params if shape.adapted is None else 0
     return in_layers.plus(Params(before + (norm + head if span.has_head else 0))), in_layers
+
+
+def _by_stage(levels: tuple[KeepLevel, ...], layers_by_stage: tuple[int, ...], offloaded: int) -> tuple[int, ...]:
+    """Of the first `offloaded` layers that are recomputed, how many are in each stage."""
+    ends = tuple(accumulate(layers_by_stage))
+    recomputed = [layer for layer, level in enumerate(levels) if level != "everything"][:offloaded]
+    return tuple(
+        sum(end - own <= layer < end for layer in recomputed) for end, own in zip(ends, layers_by_stage, strict=True)
+    )
 
 
 @lru_cache(maxsize=65536)
