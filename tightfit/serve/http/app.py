@@ -132,6 +132,7 @@ def _add_numbers(app: FastAPI, served: Served) -> None:
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [_described(served, name) for name in served.names]}
 
