@@ -1,6 +1,8 @@
 """What steps take on this CPU, measured part by part: what is predicted from it is of the order of what is measured."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,3 +54,24 @@ def test_predictions_are_of_the_order_of_what_is_measured(
     finally:
         torch.set_num_threads(threads)
     pytest.fail(f"predicted beside measured: {ratios}")
+
+
+def test_a_product_is_measured_at_several_places_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest counts: at some places one row took twice as long, and all that is told of a CPU with it."""
+    places: list[int] = []
+
+    class Watched:
+        def product(self, x: torch.Tensor) -> None:
+            places.append(x.data_ptr())
+
+    taken = iter((3.0, 1.0, 2.0))
+
+    def best_s(do: Callable[[], object]) -> float:
+        do()
+        return next(taken)
+
+    monkeypatch.setattr(cpu_timing, "_best_s", best_s)
+    weights: Any = [Watched(), Watched()]
+    found = cpu_timing._product_ns(weights, 2)
+    assert found == pytest.approx(1e9 / (2 * cpu_timing.OUTPUTS * cpu_timing.INPUTS))
+    assert (len(places), len(set(places))) == (2 * cpu_timing.PLACES, cpu_timing.PLACES)

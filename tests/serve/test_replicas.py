@@ -1,5 +1,6 @@
 """Servers behind one address: who gets what, what passes through, and what happens when one is gone."""
 
+import http.client
 import json
 import socket
 import threading
@@ -19,6 +20,7 @@ from tightfit.models.loading import LoadedModel
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.balancer import SLACK, Balancer
+from tightfit.serve.http.guards import Guards, ServerLimits
 from tightfit.serve.http.replicas import without_own
 
 CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
@@ -29,7 +31,9 @@ def balanced(ports: list[int]) -> Iterator[tuple[int, Balancer]]:
     listening = socket.socket(proto=socket.IPPROTO_TCP)
     listening.bind(("127.0.0.1", 0))
     balancer = Balancer(ports)
-    server = uvicorn.Server(uvicorn.Config(balancer, log_level="critical", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(Guards(balancer, ServerLimits()), log_level="critical", timeout_graceful_shutdown=5)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:
@@ -90,6 +94,20 @@ def test_streams_errors_and_numbers_pass_through(two: Any) -> None:
     requests = sum(each.service.engine.counts.requests for each in servers)
     assert stats["requests"] == requests
     assert f"tightfit_requests_total {requests}" in metrics
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/stats", "/metrics", "/v1/models"])
+def test_heads_and_other_methods_pass_through(two: Any, path: str) -> None:
+    """Numbers are added up of bodies, which a head has none of."""
+    _, port, _ = two
+    found = {}
+    for method in ("GET", "HEAD", "PUT"):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request(method, path)
+        response = connection.getresponse()
+        found[method] = response.status, response.read() == b"", response.headers["allow"]
+        connection.close()
+    assert found == {"GET": (200, False, None), "HEAD": (200, True, None), "PUT": (405, False, "GET")}
 
 
 def test_who_hangs_up_hangs_up_on_the_server(two: Any) -> None:

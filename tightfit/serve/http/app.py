@@ -45,7 +45,6 @@ from tightfit.serve.requests.request import Request as EngineRequest
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 CLIENT_GONE = 499
-READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -114,29 +113,30 @@ def _add_errors(app: FastAPI) -> None:
 def _add_numbers(app: FastAPI, served: Served) -> None:
     service = served.service
 
-    @app.api_route("/", methods=READ)
+    @app.get("/")
     def page() -> HTMLResponse:
         return HTMLResponse(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
 
-    @app.api_route("/health", methods=READ)
+    @app.get("/health")
     def health() -> JSONResponse:
         if service.failure is not None:
             return JSONResponse({"status": "dead"}, 503)
         return JSONResponse({"status": "draining" if service.draining else "ok"}, 503 if service.draining else 200)
 
-    @app.api_route("/stats", methods=READ)
+    @app.get("/stats")
     def numbers() -> dict[str, Any]:
         return stats(service)
 
-    @app.api_route("/metrics", methods=READ)
+    @app.get("/metrics")
     def metrics() -> PlainTextResponse:
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
 
-    @app.api_route("/v1/models", methods=READ)
+    @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)
     def models() -> dict[str, Any]:
         return {"object": "list", "data": [_described(served, name) for name in served.names]}
 
-    @app.api_route("/v1/models/{name:path}", methods=READ)
+    @app.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
         return _described(served, served.adapter_of(name) or served.name)
 

@@ -41,7 +41,7 @@ class Balancer:
             return
         message = await receive()
         body: bytes = message.get("body", b"")
-        if scope["path"] in ("/health", "/stats", "/metrics"):
+        if scope["path"] in ("/health", "/stats", "/metrics") and scope["method"] == "GET":
             await self._summed(scope, send)
             return
         chosen = self.choose(body)

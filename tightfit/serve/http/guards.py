@@ -53,6 +53,8 @@ class Guards:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # uvicorn, which has a scope of its own, leaves the body out
+            scope = {**scope, "method": "GET"}
         try:
             self._check_name(scope)
             self._check_key(scope)
@@ -79,6 +81,7 @@ class Guards:
             raise RefusedError(401, "the API key is missing or wrong", "authentication_error")
 
     async def _read(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes:
+        _check_kind(scope)
         stated = dict(scope["headers"]).get(b"content-length", b"0")
         if stated.isdigit() and int(stated) > self.limits.body_bytes:
             raise self._too_large()
@@ -107,6 +110,14 @@ class Guards:
         return RefusedError(413, f"the body is larger than {self.limits.body_bytes} bytes")
 
 
+def _check_kind(scope: MutableMapping[str, Any]) -> None:
+    """Bodies are JSON and say so: a page of another site may send other kinds without asking first."""
+    given = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise RefusedError(415, f"content-type is {given!r}; send JSON and say so: application/json")
+
+
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """The body in one piece, then whatever the connection says next."""
     sent = False
@@ -124,7 +135,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 async def _answer(send: Send, refused: RefusedError) -> None:
     body = json.dumps(error_body(refused.message, refused.kind)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status in (408, 413):
+    if refused.status in (408, 413, 415):
         headers.append((b"connection", b"close"))  # the rest of the body is still on its way
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
