@@ -237,8 +237,9 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
     beside_embedding_bytes = other_bytes
     if layout.schedule == "interleaved":
         layers = stage.span.layers_by_stage
-        beside = most_in_flight(layout, stage.span.rank, micro_batches, layers).beside_first_stage
-        beside_embedding_bytes = ceil(each_bytes * beside, sum(layers))
+        most = most_in_flight(layout, stage.span.rank, micro_batches, layers)
+        other_bytes = max(0, ceil(each_bytes * most.before_backward, sum(layers)) - each_bytes)
+        beside_embedding_bytes = ceil(each_bytes * most.beside_first_stage, sum(layers))
     if micro_batches > 1 and forwards_come_first(layout, stage.span.rank, micro_batches):
         # Interleaved, a rank's first stage begins backward after K backwards of each later one.
         backwards_before = (stages - 1) * layout.pipeline + 1
@@ -254,9 +255,7 @@ def _other_micro_batches_bytes(
     """Of micro-batches that keep `each_bytes` in all stages of a rank, and `loss_bytes` for the loss."""
     rank = stage.span.rank
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
-    layers = stage.span.layers_by_stage
-    kept_layers = most_in_flight(layout, rank, micro_batches, layers).before_backward
-    other_bytes = max(0, ceil(each_bytes * kept_layers, sum(layers)) - each_bytes)
+    other_bytes = max(0, _of_stages(stage, in_flight, each_bytes) - each_bytes)
     if layout.schedule == "zb-v":
         return max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))
     if layout.schedule == "zero-bubble" and rank:
