@@ -22,7 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "gpipe": ({"schedule": "gpipe"}, {}, 0.02),
     "gpipe-recomputed": ({"schedule": "gpipe"}, {"checkpoint_every": 1}, 0.02),
     "zero-bubble": ({"schedule": "zero-bubble"}, {}, 0.05),
-    "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, {}, 0.05),
+    "interleaved": ({"schedule": "interleaved", "stages_per_rank": 2}, {}, 0.02),
     "zb-v": ({"schedule": "zb-v", "stages_per_rank": 2}, {}, 0.02),
     "2bw": ({"schedule": "2bw"}, {}, 0.02),
     "2bw-recomputed": ({"schedule": "2bw"}, {"checkpoint_every": 1}, 0.02),

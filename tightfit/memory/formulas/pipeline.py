@@ -133,30 +133,42 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
     return tuple(turns * K + min(K, max(0, begun - stage * K)) for stage in range(v))
 
 
-def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
-    """The most that rank `rank` has in flight at one time, if a micro-batch in each of its stages has so much.
+class MostInFlight(NamedTuple):
+    """The most that a rank has in flight at one time, in the unit of its stages' sizes."""
+
+    before_backward: int
+    beside_first_stage: int
+    """When a micro-batch has just gone backward through its first stage."""
+
+
+def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInFlight:
+    """Of rank `rank`, if a micro-batch in each of its stages has so much.
 
     Interleaved, not always when there are most pieces: while a large stage's turn goes on, a small one's are finished.
     """
-    if layout.schedule != "interleaved":
-        in_flight = micro_batches_in_flight(layout, rank, micro_batches)
-        return sum(count * size for count, size in zip(in_flight, sizes, strict=True))
-    return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
+    if layout.schedule == "interleaved":
+        return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
+    in_flight = micro_batches_in_flight(layout, rank, micro_batches)
+    most = sum(count * size for count, size in zip(in_flight, sizes, strict=True))
+    return MostInFlight(most, beside_first_stage=max(0, most - sum(sizes)))
 
 
 @lru_cache(maxsize=4096)
-def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
-    """By walking the schedule: forwards until the pipeline is full, then one backward after each forward."""
+def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInFlight:
+    """By walking the schedule: forwards until the pipeline is full, then a backward after each, then the rest."""
     v = len(sizes)
     pieces = micro_batches * v
     full = min(pieces, 2 * (K - rank - 1) + (v - 1) * K + 1)
-    now = most = 0
-    for forward in range(pieces):
-        now += sizes[forward // K % v]
-        most = max(most, now)
-        if (backward := forward + 1 - full) >= 0:
-            now -= sizes[v - 1 - backward // K % v]
-    return most
+    now = most = beside_first = 0
+    for turn in range(pieces + full - 1):
+        if turn < pieces:
+            now += sizes[turn // K % v]
+            most = max(most, now)
+        if (backward := turn + 1 - full) >= 0:
+            stage = v - 1 - backward // K % v
+            now -= sizes[stage]
+            beside_first = max(beside_first, now) if stage == 0 else beside_first
+    return MostInFlight(most, beside_first)
 
 
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:

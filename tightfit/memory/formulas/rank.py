@@ -42,6 +42,8 @@ class RankMemory:
     """As forward and backward use them."""
     other_micro_batches_bytes: int
     """Activations of the other micro-batches in flight."""
+    beside_embedding_bytes: int
+    """The same when backward has reached the embedding, with what the micro-batch keeps in the rank's other stages."""
     arriving_bytes: int
     """A checkpoint on its way from the host."""
     teacher: TeacherMemory
@@ -98,6 +100,7 @@ def rank_memory(
         ),
         weights=weights,
         other_micro_batches_bytes=in_flight.other_bytes,
+        beside_embedding_bytes=in_flight.beside_embedding_bytes,
         arriving_bytes=one_checkpoint_bytes,
         teacher=teacher,
     )
@@ -122,8 +125,12 @@ def _second_backward(first: RankMemory, freed_bytes: int, micro_batches: int) ->
         sums_whole=first.weights.sums_whole,
         summed_micro_batches=micro_batches,
     )
-    other_bytes = max(0, first.other_micro_batches_bytes - freed_bytes)
-    return replace(first, gradients=_added_one_by_one(first.weights, gradients), other_micro_batches_bytes=other_bytes)
+    return replace(
+        first,
+        gradients=_added_one_by_one(first.weights, gradients),
+        other_micro_batches_bytes=max(0, first.other_micro_batches_bytes - freed_bytes),
+        beside_embedding_bytes=max(0, first.beside_embedding_bytes - freed_bytes),
+    )
 
 
 def _added_one_by_one(weights: WorkingWeights, gradients: Gradients) -> Gradients:
@@ -201,7 +208,7 @@ def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int)
     """Inputs on the host at once: of every micro-batch in flight those of the layers of its stage."""
     if not stage.offloaded:
         return 0
-    return most_in_flight(layout, stage.span.rank, micro_batches, stage.offloaded_by_stage)
+    return most_in_flight(layout, stage.span.rank, micro_batches, stage.offloaded_by_stage).before_backward
 
 
 class InFlight(NamedTuple):
@@ -209,6 +216,8 @@ class InFlight(NamedTuple):
 
     other_bytes: int
     """Activations of the micro-batches in flight other than the one at work."""
+    beside_embedding_bytes: int
+    """The same when that one has reached the embedding."""
     summed_micro_batches: int
     """Of how many micro-batches gradients are summed by the end of that backward; with one, none are there before."""
     share_with_sums: float = 1.0
@@ -219,18 +228,24 @@ class InFlight(NamedTuple):
 
 def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches: int, stream_bytes: int) -> InFlight:
     if layout.pipeline == 1:
-        return InFlight(other_bytes=0, summed_micro_batches=micro_batches)
+        return InFlight(other_bytes=0, beside_embedding_bytes=0, summed_micro_batches=micro_batches)
     stages = layout.stages_per_rank
     sent_bytes = (stages - stage.span.has_head) * stream_bytes  # what each stage but the model's last sent on
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = loss.kept if stage.span.has_head else 0
     other_bytes = _other_micro_batches_bytes(layout, stage, micro_batches, each_bytes, loss_bytes)
+    beside_embedding_bytes = other_bytes
+    if layout.schedule == "interleaved":
+        layers = stage.span.layers_by_stage
+        beside = most_in_flight(layout, stage.span.rank, micro_batches, layers).beside_first_stage
+        beside_embedding_bytes = ceil(each_bytes * beside, sum(layers))
     if micro_batches > 1 and forwards_come_first(layout, stage.span.rank, micro_batches):
         # Interleaved, a rank's first stage begins backward after K backwards of each later one.
         backwards_before = (stages - 1) * layout.pipeline + 1
         freed_bytes = backwards_before * each_bytes // stages + loss_bytes
-        return InFlight(other_bytes, summed_micro_batches=1, freed_bytes=freed_bytes)
-    return InFlight(other_bytes, micro_batches, _share_with_sums(layout, stage.span, micro_batches))
+        return InFlight(other_bytes, beside_embedding_bytes, summed_micro_batches=1, freed_bytes=freed_bytes)
+    share = _share_with_sums(layout, stage.span, micro_batches)
+    return InFlight(other_bytes, beside_embedding_bytes, micro_batches, share)
 
 
 def _other_micro_batches_bytes(
@@ -240,7 +255,7 @@ def _other_micro_batches_bytes(
     rank = stage.span.rank
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
     layers = stage.span.layers_by_stage
-    kept_layers = most_in_flight(layout, rank, micro_batches, layers)
+    kept_layers = most_in_flight(layout, rank, micro_batches, layers).before_backward
     other_bytes = max(0, ceil(each_bytes * kept_layers, sum(layers)) - each_bytes)
     if layout.schedule == "zb-v":
         return max(other_bytes, *_later_in_a_v(layout, stage, micro_batches, each_bytes))

@@ -189,7 +189,7 @@ def _at_embedding(rank: RankMemory) -> StepMoment:
     """Everything else is done: the embedding's gradient, its kernel's sums, and what has waited for the end."""
     stage, gradients = rank.stage, rank.gradients
     return StepMoment(
-        **rank.throughout,
+        **{**rank.throughout, "other_micro_batches": rank.beside_embedding_bytes},
         working_weights=rank.weights.at_embedding(),
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
@@ -213,7 +213,7 @@ def _at_first_sums(rank: RankMemory) -> StepMoment:
     stage, gradients = rank.stage, rank.gradients
     largest = max(stage.root, stage.embedding)
     return StepMoment(
-        **rank.throughout,
+        **{**rank.throughout, "other_micro_batches": rank.beside_embedding_bytes},
         working_weights=rank.weights.at_embedding(),
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.element_bytes * stage.outside + rank.states.reduced_gradient_bytes * largest,
