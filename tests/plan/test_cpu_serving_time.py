@@ -152,6 +152,17 @@ def test_weights_are_read_as_an_engine_reads_them(form: str, layers_as: str, hea
     assert (bare.layers_as, bare.head_as) == ("fp32", "fp32")
 
 
+@pytest.mark.parametrize("form", ["fp32", "bf16", "q8_0", "q4_0"])
+def test_layers_that_are_not_joined_have_no_copy_in_16_bits(form: str) -> None:
+    """GPT-2 and Gemma-3 run through their modules, which multiply by codes of 4 bits or by float32."""
+    for name in ("gpt2", "gemma-3-270m"):
+        asked = make_serving(name, preset(name), machine(), form, 128, 1)
+        rates = asked.rates
+        assert isinstance(rates, CpuStepRates)
+        assert (rates.layers_as, rates.head_as) == ("int4" if form == "q4_0" else "fp32", "fp32")
+        assert "a copy in 16 bits" not in {line.detail for line in asked.ledger.lines}
+
+
 def test_compressed_weights_are_too() -> None:
     for bits, layers_as in ((4, "int4"), (8, "fp16"), (3, "fp16")):
         packed = replace(serving("bf16"), compressed=HeldWeights(10**8, 0, 0, "packed", Scheme(bits=bits)))

@@ -19,6 +19,7 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.cpu_operations import runs_joint
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving_step import Step, layer_params
 from tightfit.plan.serving_time import PackedProducts, ServingRates, StepRates, prompt_seconds
@@ -156,11 +157,13 @@ class Serving:
     @property
     def _cpu_rates(self) -> CpuStepRates:
         """What was measured of this CPU, for weights as an engine reads them: codes of 4 bits as they are, float32 that
-        16 bits do not hold as it is, all others from a copy in 16 bits, where the CPU has such products."""
+        16 bits do not hold as it is, all others from a copy in 16 bits, where the CPU has such products and layers are
+        joined."""
         measured = None if self.machine.calibration is None else self.machine.calibration.serving
         if measured is None:
             raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
-        plain = measured.nearest("fp32" if self.compressed is None and self.form == "fp32" else "fp16")
+        keeps_fp32 = (self.compressed is None and self.form == "fp32") or not runs_joint(self.spec)
+        plain = measured.nearest("fp32" if keeps_fp32 else "fp16")
         coded = measured.nearest("int4") if self._has_4_bit_codes else plain
         return CpuStepRates(measured=measured, layers_as=plain if coded == "fp32" else coded, head_as=plain)
 

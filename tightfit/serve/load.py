@@ -86,7 +86,10 @@ def engine_reads_as(engine: Engine, measured: CpuRates) -> CpuStepRates:
     """A CPU's rates for the weights of `engine`, as its products read them."""
     program = engine.runner.program if isinstance(engine.runner, Runner) else None
     if program is None:
-        return CpuStepRates(measured=measured, layers_as="fp32", head_as="fp32")
+        coded = any(
+            isinstance(part, QuantizedLinear) and part.cpu_scales is not None for part in engine.model.modules()
+        )
+        return CpuStepRates(measured=measured, layers_as="int4" if coded else "fp32", head_as="fp32")
     return CpuStepRates(measured=measured, layers_as=_form(program.layers[0].qkv), head_as=_form(program.head))
 
 
