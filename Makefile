@@ -10,6 +10,9 @@ WORKERS ?= 3
 # In tests glibc fills new memory with 0x7f: what reads what nobody wrote gets huge numbers on every machine, not on some.
 MALLOC_PERTURB_ ?= 128
 suite suite-all test-rounding fuzz: export MALLOC_PERTURB_ := $(MALLOC_PERTURB_)
+# pytest rewrites all modules of packages that bring plugins along, where it may load these: xdist's alone is wanted.
+suite suite-all test-rounding: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+PYTEST := $(BIN)/pytest -p xdist -n $(WORKERS) --dist worksteal
 # Byte code is kept even where the environment says not to: what many processes import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -39,10 +42,10 @@ types: install
 
 # Without the tests marked `thorough`: further cases of what others show.
 suite: install
-	@$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not thorough"
+	@$(PYTEST) -m "not thorough"
 
 suite-all: install
-	@$(BIN)/pytest -n $(WORKERS) --dist worksteal
+	@$(PYTEST)
 
 # Types and tests beside each other: a machine with two cores then has no idle one.
 test: style
@@ -53,7 +56,7 @@ test-all: style
 
 # The same tests with products summed in another order: none may hang on the last bit of one CPU's kernels.
 test-rounding: install
-	@TEST_REVERSED_SUMS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not thorough"
+	@TEST_REVERSED_SUMS=1 $(PYTEST) -m "not thorough"
 
 test-gpu: install
 	@$(BIN)/pytest tests/gpu tests/kernels

@@ -66,7 +66,7 @@ class ParameterSplit:
 
     def bounds(self) -> tuple[int, int]:
         """Start and length of this rank's shard along `dim`."""
-        return _chunk(self.size, self.mesh.size(), self.mesh.get_local_rank())
+        return _chunk(self.size, self.mesh.size(), _place(self.mesh)[0])
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,13 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     return first, min(each, size - first)
 
 
+def _place(mesh: DeviceMesh) -> Sequence[int]:
+    """This rank's number along every axis of `mesh`, which is known without asking process groups."""
+    place = mesh.get_coordinate()
+    assert place is not None, "this rank has no part of what the mesh splits"
+    return place
+
+
 def splits_of(model: nn.Module) -> Mapping[str, ParameterSplit]:
     """The split of each parameter by name; empty without tensor or expert parallelism."""
     found: Mapping[str, ParameterSplit] = vars(model).get(REGISTRY, {})
@@ -146,6 +153,8 @@ def remember_splits(model: nn.Module, splits: Mapping[str, ParameterSplit]) -> N
 
 def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter:  # most are
+        return False
     if not torch.distributed.is_available() or "torch.distributed.tensor" not in sys.modules:  # so nobody made one
         return False
     from torch.distributed.tensor import DTensor
@@ -274,10 +283,11 @@ def _bounds(shard: "DTensor") -> list[tuple[int, int]]:
     """Start and length of this rank's shard along every dimension; inner mesh axes split before outer ones."""
     firsts, counts = [0] * shard.ndim, list(shard.shape)
     mesh = shard.device_mesh
+    place = _place(mesh)
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(shard.placements[axis], "dim", None)
         if dim is not None:
-            first, counts[dim] = _chunk(counts[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            first, counts[dim] = _chunk(counts[dim], mesh.size(axis), place[axis])
             firsts[dim] += first
     assert math.prod(counts) == local(shard).numel(), f"{counts} of {shard.shape} as {shard.placements}"
     return list(zip(firsts, counts, strict=True))

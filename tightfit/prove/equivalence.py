@@ -214,8 +214,9 @@ def _compare_step(
     if expected is not None:
         found.number(number, "loss", result.loss, expected.loss)
         found.number(number, "norm", result.gradient_norm, expected.gradient_norm)
-    found.tensors(number, "weight", _weights(many), None if one is None else _weights(one))
-    found.copies(number, _weights(many))
+    held = _weights(many)
+    found.tensors(number, "weight", held, None if one is None else _weights(one))
+    found.copies(number, held)
     return result.loss
 
 
