@@ -6,12 +6,13 @@ file, on the shape that `make run` trains, and on small models of families whose
 measured in processor time, which means something on a busy machine too, and not the first of a shape, which finds its
 memory. Rows go to benchmarks/results/serve_predicted.csv.
 
-    python -m benchmarks.serve_predicted
-    python -m benchmarks.serve_predicted --families
-    python -m benchmarks.serve_predicted --tiny
+    OMP_NUM_THREADS=1 python -m benchmarks.serve_predicted
+    OMP_NUM_THREADS=1 python -m benchmarks.serve_predicted --families
+    OMP_NUM_THREADS=1 python -m benchmarks.serve_predicted --tiny
 """
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -115,6 +116,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     arguments = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # by torch.set_num_threads alone, long products have taken two
+        raise SystemExit("OMP_NUM_THREADS is not 1; set it before Python starts, as parts are measured by one thread")
     torch.set_num_threads(1)
     small = random_engine(preset("nano-llama"))
     rates = measured_rates(small)
