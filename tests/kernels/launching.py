@@ -178,8 +178,8 @@ def launch_coded_products(dtype: torch.dtype) -> None:
         integers.multiply_codes(q, torch.ones(64, 512, dtype=torch.int8), row_scale, scale[:, None], dtype, cut)
 
 
-def launch_decoding(card: Card) -> None:
-    """What a decoding step launches, for one token and for several, and prompts beside it."""
+def launch_packed_products(card: Card) -> None:
+    """Products with packed weights: of one token, of several, of some, and the weight expanded for many."""
     dtype, overlap = card.narrow, card.capability >= 90
     packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
     cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
@@ -195,6 +195,12 @@ def launch_decoding(card: Card) -> None:
     around: Parts = {"zero": scale, "norm": one[0], "bias": bias, "activation": "silu"}
     for parts in card.some({"zero": None, "residual": one}, around):
         tightfit.kernels.packed_vector.packed_vector(one, packed, scale, bits=4, group=128, **parts, overlap=overlap)
+
+
+def launch_decoding(card: Card) -> None:
+    """What a decoding step launches, for one token and for several, and prompts beside it."""
+    dtype, overlap = card.narrow, card.capability >= 90
+    launch_packed_products(card)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)

@@ -1,9 +1,13 @@
 """A tiny model with a tokenizer, for tests of what surrounds it."""
 
+from collections.abc import Iterator
+
+import openai
 import pytest
 import torch
 
 from tests.conftest import SENTENCES
+from tests.serve.running import CONFIG, Running, client_of, serving
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
@@ -56,3 +60,15 @@ def smaller() -> Decoder:
 @pytest.fixture(scope="session")
 def loaded(model: Decoder, tokenizer: Tokenizer) -> LoadedModel:
     return LoadedModel(model, tokenizer, "tiny")
+
+
+@pytest.fixture(scope="module")
+def server(loaded: LoadedModel) -> Iterator[Running]:
+    """One for a file, unless that has its own."""
+    with serving(loaded, CONFIG) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return client_of(server)

@@ -18,6 +18,8 @@ from tightfit.serve.http.guards import ServerLimits
 from tightfit.serve.http.server import ServerOptions, listening_config
 from tightfit.serve.service import Service
 
+CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
+
 
 @dataclass
 class Running:

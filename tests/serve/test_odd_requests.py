@@ -1,7 +1,6 @@
 """Requests that are no mistake and no everyday thing either: endless prompts, extreme settings, odd characters."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -9,8 +8,8 @@ import pytest
 import torch
 from fastapi.exceptions import RequestValidationError
 
-from tests.serve.running import Running, client_of, running, serving
-from tests.serve.test_server import CONFIG, HELLO, TOOL, post
+from tests.serve.running import CONFIG, Running, running
+from tests.serve.test_server import HELLO, TOOL, post
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
@@ -23,17 +22,6 @@ from tightfit.serve.http.tools import found_calls
 from tightfit.serve.requests.request import Answer, TokenChance
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.sampling.sampler import probabilities
-
-
-@pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Running]:
-    with serving(loaded, CONFIG) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return client_of(server)
 
 
 @pytest.mark.parametrize(

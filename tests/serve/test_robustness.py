@@ -1,24 +1,12 @@
 """What nobody should send, and what a schema allows: no answer is a 5xx, and nothing is left behind."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from benchmarks.serve_malformed import statuses
 from tests.covering import thorough
-from tests.serve.running import Running, serving
-from tightfit.models.loading import LoadedModel
-from tightfit.serve.config import EngineConfig
-
-CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
-
-
-@pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Running]:
-    with serving(loaded, CONFIG) as made:
-        yield made
-
+from tests.serve.running import Running
 
 MALFORMED = 120
 

@@ -1,33 +1,20 @@
 """Log probabilities of prompts (echo), where tokens begin in a text, and what a prompt counts as."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 import torch
 
-from tests.serve.running import Running, client_of, serving
-from tests.serve.test_server import CONFIG, post
+from tests.serve.running import CONFIG, Running
+from tests.serve.test_server import post
 from tightfit.models.decoder import Decoder
-from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.prompt_chances import ROWS
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 ASKED: Any = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 2, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Running]:
-    with serving(loaded, CONFIG) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return client_of(server)
 
 
 def test_an_echoed_prompt_has_its_log_probabilities(

@@ -17,10 +17,9 @@ import openai
 import pytest
 import torch
 
-from tests.serve.running import Running, client_of, running, serving
+from tests.serve.running import CONFIG, Running, running, serving
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
-from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.address import own_names
 from tightfit.serve.http.guards import Guards, ServerLimits
@@ -28,7 +27,6 @@ from tightfit.serve.requests.grammar import Constraints, Grammar
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
-CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
 HELLO: Any = [{"role": "user", "content": "the quick brown fox"}]
 TOOL: Any = {
     "type": "function",
@@ -48,11 +46,6 @@ TOOL: Any = {
 def server(loaded: LoadedModel) -> Iterator[Running]:
     with serving(loaded, CONFIG, ServerLimits(body_bytes=100_000)) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return client_of(server)
 
 
 def post(server: Running, path: str, body: bytes, **headers: str) -> tuple[int, Any]:

@@ -10,19 +10,12 @@ from functools import partial
 
 import pytest
 
-from tests.serve.running import Running, serving
-from tests.serve.test_server import CONFIG
+from tests.serve.running import CONFIG, Running, serving
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.http.guards import ServerLimits
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 BEGUN = (b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
-
-
-@pytest.fixture(scope="module")
-def server(loaded: LoadedModel) -> Iterator[Running]:
-    with serving(loaded, CONFIG) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -133,28 +133,30 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
     return tuple(turns * K + min(K, max(0, begun - stage * K)) for stage in range(v))
 
 
-class MostInFlight(NamedTuple):
-    """The most that a rank has in flight at one time, in the unit of its stages' sizes."""
+def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
+    """The most that rank `rank` has in flight at one time, if a micro-batch in each of its stages has so much."""
+    if layout.schedule == "interleaved":
+        return most_in_turns(layout, rank, micro_batches, sizes).before_backward
+    in_flight = micro_batches_in_flight(layout, rank, micro_batches)
+    return sum(count * size for count, size in zip(in_flight, sizes, strict=True))
+
+
+class MostInTurns(NamedTuple):
+    """The most that an interleaved rank has in flight at one time, in the unit of its stages' sizes."""
 
     before_backward: int
     beside_first_stage: int
     """When a micro-batch has just gone backward through its first stage."""
 
 
-def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInFlight:
-    """Of rank `rank`, if a micro-batch in each of its stages has so much.
-
-    Interleaved, not always when there are most pieces: while a large stage's turn goes on, a small one's are finished.
-    """
-    if layout.schedule == "interleaved":
-        return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
-    in_flight = micro_batches_in_flight(layout, rank, micro_batches)
-    most = sum(count * size for count, size in zip(in_flight, sizes, strict=True))
-    return MostInFlight(most, beside_first_stage=max(0, most - sum(sizes)))
+def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
+    """Not always when there are most pieces: while a large stage's turn goes on, a small one's are finished. After a
+    few turns of all stages the schedule repeats itself."""
+    return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
 
 
 @lru_cache(maxsize=4096)
-def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInFlight:
+def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
     """By walking the schedule: forwards until the pipeline is full, then a backward after each, then the rest."""
     v = len(sizes)
     pieces = micro_batches * v
@@ -168,7 +170,7 @@ def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]
             stage = v - 1 - backward // K % v
             now -= sizes[stage]
             beside_first = max(beside_first, now) if stage == 0 else beside_first
-    return MostInFlight(most, beside_first)
+    return MostInTurns(most, beside_first)
 
 
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:

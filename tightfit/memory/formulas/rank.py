@@ -18,6 +18,7 @@ from tightfit.memory.formulas.pipeline import (
     forwards_come_first,
     micro_batches_in_flight,
     most_in_flight,
+    most_in_turns,
 )
 from tightfit.memory.formulas.segments import unsplit_bytes
 from tightfit.memory.formulas.stage import StageMemory, checkpoint_bytes, stage_memory
@@ -208,7 +209,7 @@ def _waiting_checkpoints(layout: Layout, stage: StageMemory, micro_batches: int)
     """Inputs on the host at once: of every micro-batch in flight those of the layers of its stage."""
     if not stage.offloaded:
         return 0
-    return most_in_flight(layout, stage.span.rank, micro_batches, stage.offloaded_by_stage).before_backward
+    return most_in_flight(layout, stage.span.rank, micro_batches, stage.offloaded_by_stage)
 
 
 class InFlight(NamedTuple):
@@ -237,7 +238,7 @@ def _in_flight(layout: Layout, stage: StageMemory, loss: LossCost, micro_batches
     beside_embedding_bytes = other_bytes
     if layout.schedule == "interleaved":
         layers = stage.span.layers_by_stage
-        most = most_in_flight(layout, stage.span.rank, micro_batches, layers)
+        most = most_in_turns(layout, stage.span.rank, micro_batches, layers)
         other_bytes = max(0, ceil(each_bytes * most.before_backward, sum(layers)) - each_bytes)
         beside_embedding_bytes = ceil(each_bytes * most.beside_first_stage, sum(layers))
     if micro_batches > 1 and forwards_come_first(layout, stage.span.rank, micro_batches):
