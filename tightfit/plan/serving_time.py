@@ -31,7 +31,7 @@ FIRST_TOKEN_HOST_S = 0.25e-3
 ELEMENT_BYTES = 2
 FEW_TOKENS = 16
 """Up to which codes are multiplied as fast as they are read: kernels/packed_rows.py."""
-SOME_TOKENS = 256
+SOME_TOKENS = 128
 """Up to which integers are multiplied as they are: kernels/quantized_linear.py."""
 SOME_TOKENS_FP8 = 128
 """The same of 8-bit floats: kernels/fp8_rows.py."""
