@@ -97,10 +97,12 @@ class _Compression:
         job, spec = self.job, self.spec
         if spec.sinks:
             raise UserError(f"{spec.family} models have biased experts, which are not compressed; take another")
-        job.recipe.require_named(matrices(spec))
+        names = matrices(spec)
+        job.recipe.require_named(names)
         chosen = schemes(spec, job.recipe)
         if not pruned(spec, job.recipe) and not chosen:
             raise UserError("the recipe keeps every layer as it is; let a step after the last keep code or prune some")
+        job.recipe.require_effect(names)
         if not chosen and job.format is not None:
             raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         return chosen

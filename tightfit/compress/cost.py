@@ -54,7 +54,9 @@ def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
             why = "has no code for zero or would move it"
             raise UserError(f"{name} is pruned and then coded by {coding.method}, which {why}; use gptq")
         if step.kept_of_group is not None and inputs % step.kept_of_group[1]:
-            raise UserError(f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}")
+            raise UserError(
+                f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}; give another M"
+            )
         found[name] = step
     return found
 
