@@ -181,7 +181,7 @@ def test_a_kill_at_the_last_instant_leaves_work_that_goes_on(
 ) -> None:
     """All layers done, the rename outstanding: it was called somebody's, to be removed."""
     job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("rtn", bits=4, group=32))
-    real, renamed = os.rename, []
+    real, renamed = os.rename, list[Path]()
 
     def killed(source: Path, target: Path) -> None:
         if target == job.out and not renamed:

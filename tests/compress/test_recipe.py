@@ -9,6 +9,7 @@ import pytest
 from tests.compress.test_compression import FAMILIES
 from tests.jobs.test_load import alias_bomb
 from tightfit.compress.bit_choice import settled_for
+from tightfit.compress.cost import schemes
 from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import METHODS, USED, Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.rotation import rotated_spec
@@ -60,7 +61,7 @@ def test_options_that_are_refused_change_nothing(method: str) -> None:
     """What a method is said not to use cannot change how it codes; what it uses is a field of a step."""
     assert set(USED[method]) <= {field.name for field in fields(Step)}
     plain = Step(method=method)  # type: ignore[arg-type]
-    passed_over = {"bits": 5, "group": 32, "symmetric": True, "numbers": "mxfp4", "activations": "int8"}
+    passed_over: dict[str, Any] = {"bits": 5, "group": 32, "symmetric": True, "numbers": "mxfp4", "activations": "int8"}
     for name, value in passed_over.items():
         if name not in USED[method]:
             assert replace(plain, **{name: value}).scheme() == plain.scheme(), name
@@ -104,6 +105,12 @@ def test_a_step_that_decides_nothing_is_refused(steps: list[tuple[Any, str]]) ->
 )
 def test_steps_that_decide_something(steps: list[tuple[Any, str]]) -> None:
     Recipe(tuple(Step(method=method, layers=(layers,)) for method, layers in steps)).require_effect(NAMES)
+
+
+def test_groups_whose_scales_take_more_than_codes_save_are_refused() -> None:
+    with pytest.raises(UserError, match=r"layers.0.attention.q in int4 g1 asym is no smaller than in 16 bits.*larger"):
+        schemes(FAMILIES["phi3"], recipe_of("rtn", bits=4, group=1))
+    assert schemes(FAMILIES["phi3"], recipe_of("rtn", bits=4, group=2))
 
 
 def test_a_recipe_is_told_as_it_is_done() -> None:
