@@ -1,10 +1,13 @@
 """Comparing two models: every number against the definition, computed from whole logits in float64."""
 
+import io
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests.compress.conftest import SPEC, random_model
 from tests.compress.test_odd_sources import changed_weight
@@ -14,6 +17,7 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import train_tokenizer
+from tightfit.train.progress import followed
 
 
 def models() -> tuple[Decoder, Decoder]:
@@ -83,3 +87,23 @@ def test_a_loss_that_is_no_number_is_a_sentence(
     models = [str(broken), str(tiny)] if broken_is_first else [str(tiny), str(broken)]
     with pytest.raises(UserError, match=r"the loss of .*broken is nan: its weights are damaged"):
         compare_sources(models[0], models[1], [str(text)], cache=token_cache, device=torch.device("cpu"))
+
+
+def test_text_is_looked_at_before_models_are_loaded(
+    tiny: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of large ones that takes minutes, after which a name was found to be misspelt."""
+    monkeypatch.setattr(comparison, "load_model", None)
+    with pytest.raises(UserError, match=r"wiki.txt does not exist"):
+        compare_sources(
+            str(tiny), str(tiny), [str(tmp_path / "wiki.txt")], cache=token_cache, device=torch.device("cpu")
+        )
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_progress_is_shown_on_a_terminal(on_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = partial(Console, file=stream, force_terminal=on_terminal)
+    monkeypatch.setattr("tightfit.train.progress.Console", lambda stderr: console())
+    assert list(followed(iter("abc"), 3, shown=True)) == ["a", "b", "c"]
+    assert ("3/3" in stream.getvalue()) == on_terminal

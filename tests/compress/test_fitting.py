@@ -27,13 +27,14 @@ from tightfit.compress.bit_choice import (
 )
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import predict
-from tightfit.compress.fitting import Fit, best_mix, fit_bits, fit_ledger, weight_budget_bytes
+from tightfit.compress.fitting import Fit, best_mix, describe_measuring, fit_bits, fit_ledger, weight_budget_bytes
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import divergence, measure_sensitivities, reference_predictions, rounded_to
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
+from tightfit.models.presets import preset
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
 
@@ -105,6 +106,24 @@ def test_sensitivities_say_which_layers_matter() -> None:
     assert sum(each[3] for each in found.losses.values()) == pytest.approx(found.uniform[3])
     assert found.uniform[3] > found.uniform[4] > 0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_no_gradients_of_weights_are_made() -> None:
+    """They would be the model once more; those of what layers give are all that is looked at."""
+    model = untied_model()
+    made: list[object] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(made.append)
+    rows = [torch.arange(16)[None]]
+    found = measure_sensitivities(model, rows, group_of(UNTIED), widths=(4,))
+    assert all(each[4] > 0 for each in found.losses.values())
+    assert not made
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_measuring_holds_is_told() -> None:
+    """Of Llama 3.1 8B by hand: 8,030,261,248 weights in float32, and 6,979,321,856 of linear layers as they were."""
+    assert "float32, 55.92 GiB" in describe_measuring(preset("llama-3.1-8b"))
 
 
 def test_no_budget_is_overrun_and_no_one_width_is_better() -> None:

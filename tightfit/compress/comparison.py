@@ -9,7 +9,7 @@ the losses has an interval of its own, much narrower than that of either loss, a
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,13 @@ from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.decoder import Decoder
 from tightfit.models.generate import NOT_FINITE
-from tightfit.models.loading import LoadedModel, load_model
+from tightfit.models.loading import find_source_tokenizer, load_model, source_spec
+from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.data.shards import prepare_text
+from tightfit.train.progress import followed
 
 NORMAL_95 = 1.96
 DEFAULT_LENGTH = 2048
@@ -175,35 +177,41 @@ def compare_sources(
     device: torch.device,
     progress: bool = False,
 ) -> Comparison:
-    """The models at two sources on the text of `data`."""
-    small, known = load_model(compressed, device=device), load_model(original, device=device)
-    tokenizer = _one_tokenizer(small, known)
-    positions = min(small.model.spec.max_positions, known.model.spec.max_positions)
+    """The models at two sources on the text of `data`, which is looked at before they are loaded."""
+    specs = {source: source_spec(source) for source in (compressed, original)}
+    tokenizer = _one_tokenizer(specs)
+    positions = min(spec.max_positions for spec in specs.values())
     length = min(positions, DEFAULT_LENGTH) if sequence_length is None else sequence_length
     if length > positions:
         raise UserError(f"sequence length {length} is more than the {positions} positions of the models; shorten it")
-    vocab_size = small.model.spec.vocab_size
+    vocab_size = specs[original].vocab_size
     store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
-    found = compare_models(small.model, known.model, evaluation_batches(PackedText(store, length), batch))
+    rows = PackedText(store, length)
+    small, known = (load_model(source, device=device).model for source in (compressed, original))
+    batches = followed(evaluation_batches(rows, batch), -(-len(rows) // batch), shown=progress)
+    found = compare_models(small, known, batches)
     for source, loss in ((original, found.original_loss.mean), (compressed, found.loss.mean)):
         if not math.isfinite(loss):
             raise UserError(f"the loss of {source} is {loss}: {NOT_FINITE}")
     return found
 
 
-def _one_tokenizer(small: LoadedModel, known: LoadedModel) -> Tokenizer:
-    """The tokenizer of both."""
-    if small.model.spec.vocab_size != known.model.spec.vocab_size:
-        sizes = f"{small.model.spec.vocab_size} and {known.model.spec.vocab_size}"
-        raise UserError(f"{small.source} and {known.source} have vocabularies of {sizes}; they cannot be compared")
-    tokenizer = known.tokenizer or small.tokenizer
-    if tokenizer is None:
-        raise UserError(f"neither {small.source} nor {known.source} has a tokenizer, so text cannot become tokens")
-    if small.tokenizer is not None and (token := _told_apart_by(small.tokenizer, tokenizer)) is not None:
-        raise UserError(
-            f"token {token} of {small.source} and of {known.source} are different texts; models of different "
-            "tokenizers cannot be compared token by token"
-        )
+def _one_tokenizer(specs: Mapping[str, ModelSpec]) -> Tokenizer:
+    """The tokenizer of all models, by their sources."""
+    sources, sizes = list(specs), [spec.vocab_size for spec in specs.values()]
+    if len(set(sizes)) > 1:
+        told = " and ".join(map(str, sizes))
+        raise UserError(f"{' and '.join(sources)} have vocabularies of {told}; they cannot be compared")
+    found = {source: tokenizer for source in sources if (tokenizer := find_source_tokenizer(source)) is not None}
+    if not found:
+        raise UserError(f"neither {' nor '.join(sources)} has a tokenizer, so text cannot become tokens")
+    *others, tokenizer = found.values()
+    for other in others:
+        if (token := _told_apart_by(other, tokenizer)) is not None:
+            raise UserError(
+                f"token {token} of {' and of '.join(sources)} are different texts; models of different "
+                "tokenizers cannot be compared token by token"
+            )
     return tokenizer
 
 

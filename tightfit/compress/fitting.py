@@ -21,11 +21,14 @@ from tightfit.compress.bit_choice import (
     group_of,
     least_bytes,
     options_of,
+    plain_bytes,
     recipe_for,
     scheme_of,
     units,
 )
 from tightfit.compress.compression import CompressionJob
+from tightfit.compress.cost import PLAIN_BYTES
+from tightfit.compress.memory import FLOAT
 from tightfit.compress.model_parts import NOT_DIVERGED
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
@@ -112,6 +115,12 @@ def best_mix(decoder: Decoder, rows: list[Tensor], found: Sensitivities, group: 
     return min([mixed, *(each for each in every if each.bytes <= budget)], key=lambda each: each.loss)
 
 
+def describe_measuring(spec: ModelSpec) -> str:
+    """What is in memory while sensitivities are measured: all weights, and while they are rounded what they were."""
+    held_bytes = FLOAT * (2 * spec.params() - plain_bytes(spec) // PLAIN_BYTES)
+    return f"the whole model is measured in float32, {held_bytes / 2**30:.2f} GiB with what is rounded"
+
+
 def fit_bits(
     job: CompressionJob,
     machine: Machine,
@@ -141,6 +150,7 @@ def fit_bits(
     group = group_of(spec)
     calibration = job.read_calibration(spec)
     rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
+    say(f"{describe_measuring(spec)}; layers are then coded one at a time")
     decoder = load_model(job.model, device=job.device, packed=False).model
     require_float16(decoder, job.model, NOT_DIVERGED)
     widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS

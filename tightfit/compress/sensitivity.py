@@ -104,19 +104,34 @@ def _estimates(
     handles = [model.get_submodule(name).register_forward_hook(own.follow) for name, own in found.items()]
     generator = torch.Generator(device=model.embed.weight.device).manual_seed(0)
     try:
-        for tokens in rows:
-            logits = model(tokens).logits
-            assert logits is not None
-            flat = logits.float().flatten(0, 1)
-            drawn = torch.multinomial(flat.detach().softmax(-1), 1, generator=generator)[:, 0]
-            F.cross_entropy(flat, drawn, reduction="sum").backward()
-            model.zero_grad(set_to_none=True)
+        with _frozen(model):
+            for tokens in rows:
+                logits = model(tokens).logits
+                assert logits is not None
+                flat = logits.float().flatten(0, 1)
+                drawn = torch.multinomial(flat.detach().softmax(-1), 1, generator=generator)[:, 0]
+                F.cross_entropy(flat, drawn, reduction="sum").backward()
     finally:
         for handle in handles:
             handle.remove()
     return {
         unit: {bits: sum(found[name].kl(bits) for name in names) for bits in widths} for unit, names in named.items()
     }
+
+
+@contextmanager
+def _frozen(model: Decoder) -> Iterator[None]:
+    """Gradients of what layers give and none of weights, which would be another model in float32."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handle = model.embed.register_forward_hook(lambda module, arguments, output: output.requires_grad_())
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def round_weight(weight: Tensor, bits: int, group: int) -> Tensor:

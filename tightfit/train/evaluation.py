@@ -20,6 +20,7 @@ from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.inference_precision import InferencePrecision, inference_dtype
 from tightfit.train.precision import choose_device
+from tightfit.train.progress import followed
 from tightfit.train.step import Batch, inputs
 
 DEFAULT_LENGTH = 2048
@@ -88,7 +89,8 @@ def evaluate_source(
         rows = PackedChats(prepare_chats(data, loaded.tokenizer, **options), length)
     else:
         rows = PackedText(prepare_text(data, loaded.tokenizer, field=field, **options), length)
-    found = evaluate(loaded.model, evaluation_batches(rows, batch), target)
+    batches = followed(evaluation_batches(rows, batch), -(-len(rows) // batch), shown=progress)
+    found = evaluate(loaded.model, batches, target)
     if not math.isfinite(found.loss):
         raise UserError(f"the loss of {source} is {found.loss}: {NOT_FINITE}")
     return found

@@ -2,8 +2,9 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tightfit.printable import printable
 
 PLAIN_LINE_SECONDS = 10.0
+T = TypeVar("T")
 
 
 class RunProgress:
@@ -55,3 +57,18 @@ class RunProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+
+
+def followed(batches: Iterable[T], count: int, *, shown: bool) -> Iterator[T]:
+    """The `count` batches of an evaluation; on a terminal a bar says how many are done and what time is left."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("evaluating"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    ) as bar:
+        yield from bar.track(batches, total=count)
