@@ -8,8 +8,11 @@ import pytest
 
 from tests.compress.conftest import SPEC, text, tiny, tokenizer
 from tests.compress.test_fitting import sized
+from tightfit.compress.cost import CompressionCost
 from tightfit.compress.fitting import fit_ledger
+from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.models.loading import load_model
+from tightfit.report.compression import print_compression
 
 __all__ = ["text", "tiny", "tokenizer"]
 
@@ -41,6 +44,25 @@ def test_from_a_model_to_a_file_for_others(
     assert tightfit("export", small, tmp_path / "dense").code == 0
     assert tightfit("sample", tmp_path / "dense", "-p", "the ", "-n", 2, "--json").code == 0
     assert tightfit("export", tiny, tmp_path / "x.gguf", "--format", "gguf", "--dtype", "q4_0").code == 0
+
+
+@pytest.mark.parametrize(("device", "whose"), [("cpu", "(whole process)"), ("cuda", "(GPU)")])
+def test_whose_memory_was_measured_is_told(
+    device: str, whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = CompressionCost(result_bytes=2**30, original_bytes=2**31, memory_bytes=2**30, bits_per_weight=8, seconds=1.0)
+    report = CompressionReport(
+        path=tmp_path,
+        recipe="rtn",
+        format="gptq",
+        layers=[LayerReport(0, {}, None, 1.0)],
+        predicted=cost,
+        measured=cost,
+        resumed_layers=0,
+        device=device,
+    )
+    print_compression(report, as_json=False)
+    assert f"1.00 GiB {whose}" in capsys.readouterr().out
 
 
 def test_errors_without_text_are_told_as_those_of_weights(tiny: Path, tmp_path: Path, tightfit: Any) -> None:

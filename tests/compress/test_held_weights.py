@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import Run
 from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said, counted_bytes
+from tightfit.compress.bit_choice import settled_for
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.cost import predict, schemes
@@ -62,6 +63,20 @@ def test_every_width(options: dict[str, Any], tiny: Path, tmp_path: Path) -> Non
     files = [load_file(path) for path in (tmp_path / "small").glob("*.safetensors")]
     stored = sum(tensor.nbytes for file in files for name, tensor in file.items() if not name.endswith("_shape"))
     assert stored == predict(SPEC, recipe, 1, 1).result_bytes
+
+
+@pytest.mark.parametrize("method", ["nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary", "spqr"])
+def test_bytes_of_files_are_those_predicted(
+    method: Any, tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Tables beside NF4's matrices and the beginnings of SpQR's rows included; what says shapes and kinds is not."""
+    recipe = Recipe((Step(method=method, outlier_share=0.0),))
+    given: dict[str, Any] = {"data": (str(text),), "samples": 2, "length": 32, "cache": token_cache}
+    small = rounded(tiny, tmp_path / "small", recipe, **(given if method == "spqr" else {}))
+    files = [load_file(path) for path in small.glob("*.safetensors")]
+    said = ("_shape", "_format", "quant_state.bitsandbytes__nf4", "outlier_columns", "outlier_values")
+    stored = sum(tensor.nbytes for file in files for name, tensor in file.items() if not name.endswith(said))
+    assert stored == predict(SPEC, settled_for(recipe, SPEC), 1, 1).result_bytes
 
 
 def test_every_layout(tiny: Path, tmp_path: Path) -> None:

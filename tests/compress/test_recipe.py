@@ -19,7 +19,8 @@ from tightfit.errors import UserError
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("- {method: foo}", "unknown"),
+        ("- {method: foo}", "unknown; use one of rotate, .*, or alone structured, svd, whitened-svd"),
+        ("- {method: svd}", "method svd is no step; use --method svd alone, and compress what it makes"),
         ("- {bits: 4}", "with a method"),
         ("- {method: gptq, bits: four}", "bits"),
         ("- {method: gptq, widht: 4}", "widht"),

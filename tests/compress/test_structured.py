@@ -158,6 +158,7 @@ def test_killed_and_run_again(
     ("kept", "said"),
     [
         (KeptShape(), "nothing"),
+        (KeptShape(layers=2, mlp=128), "2 of 2 layers, 128 of 128 MLP channels stay, so nothing is cut; keep fewer"),
         (KeptShape(heads=3), "multiple of 2"),
         (KeptShape(layers=3), "give 1 to 2"),
         (KeptShape(mlp=500), "give 1 to 128"),

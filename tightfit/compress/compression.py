@@ -214,8 +214,16 @@ class _Compression:
             seconds=time.monotonic() - self.began,
             ledger=None,
         )
-        recipe = self.job.recipe.describe()
-        return CompressionReport(self.job.out, recipe, self._format_name, reports, self.predicted, measured, resumed)
+        return CompressionReport(
+            path=self.job.out,
+            recipe=self.job.recipe.describe(),
+            format=self._format_name,
+            layers=reports,
+            predicted=self.predicted,
+            measured=measured,
+            resumed_layers=resumed,
+            device=self.device.type,
+        )
 
 
 def plain_config(spec: ModelSpec, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -6,7 +6,8 @@
 | memory | the largest phase of the ledger (memory.py) |
 | arithmetic | per token: every layer's forward pass 4.5 times (two whole, four parts), x xᵀ of every set's inputs |
 
-Bytes of the result are exact but for SpQR's outliers and file headers. Nothing here imports torch.
+Bytes of the result are exact but for how many outliers SpQR finds, for headers of files and what their layouts say of
+shapes; gptq and awq pack scales and zero points a little otherwise. Nothing here imports torch.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ FORWARD_PASSES = 4.5
 PLAIN_BYTES = 2
 OUTLIER_BYTES = 6
 """A column number of four bytes and a float16."""
+START_BYTES = 4
+"""Of every row, where its outliers begin."""
+TABLE_BYTES = 4 * (16 + 256)
+"""NF4's numbers and those of its scales, which bitsandbytes has beside every matrix."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +90,21 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_
     Where the model writes these rows itself, it does so in numbers of `writing_bytes`.
     """
     chosen, shapes = schemes(spec, recipe), matrices(spec)
-    coded = weights = 0
+    coded = weights = tables = 0
     for name, scheme in chosen.items():
         count, outputs, inputs = shapes[name]
         step = recipe.coding(name)
-        outliers = step.outlier_share * outputs * inputs * OUTLIER_BYTES if step is not None and scheme.outliers else 0
-        coded += count * (scheme.weight_bytes(outputs, inputs) + int(outliers))
+        outliers = 0
+        if step is not None and scheme.outliers:
+            outliers = int(step.outlier_share * outputs * inputs * OUTLIER_BYTES) + START_BYTES * (outputs + 1)
+        coded += count * (scheme.weight_bytes(outputs, inputs) + outliers)
+        tables += count * TABLE_BYTES * (scheme.kind == "nf4")
         weights += count * outputs * inputs
     head = spec.vocabulary_params if spec.tied and recipe.rotation is not None else 0
     plain = 2 * (spec.params() + head - weights)
     ledger = compression_ledger(spec, recipe, rows, length, writing_bytes=writing_bytes)
     return CompressionCost(
-        result_bytes=coded + plain,
+        result_bytes=coded + tables + plain,
         original_bytes=2 * spec.params(),
         memory_bytes=ledger.peak_allocated_bytes(),
         ledger=ledger,

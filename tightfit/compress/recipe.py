@@ -37,6 +37,8 @@ Method = Literal["rotate", "keep", Coding, Pruning]
 METHODS: tuple[str, ...] = get_args(Method)
 PRUNING: tuple[str, ...] = get_args(Pruning)
 CODING: tuple[str, ...] = get_args(Coding)
+ALONE = ("structured", "svd", "whitened-svd")
+"""Methods of `tightfit compress` that make other matrices of all, and are no steps."""
 CALIBRATED = ("gptq", "round", "awq", "smoothquant", "spqr", "wanda", "sparsegpt")
 """Methods that look at the inputs of layers."""
 KINDS = ("nf4", "mxfp4", "nvfp4", "binary", "fp8")
@@ -99,7 +101,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise UserError(f"method {self.method!r} is unknown; use one of {', '.join(METHODS)}")
+            raise UserError(_unknown(self.method))
         if not 0 < self.damping < 1:
             raise UserError(f"damping is {self.damping}; it lies between 0 and 1, such as 0.01")
         if not 0 <= self.outlier_share < 0.5:
@@ -225,6 +227,12 @@ class Recipe:
     def fingerprint(self) -> str:
         """What makes two recipes the same."""
         return json.dumps([asdict(step) for step in self.steps], sort_keys=True)
+
+
+def _unknown(method: str) -> str:
+    if method in ALONE:
+        return f"method {method} is no step; use --method {method} alone, and compress what it makes"
+    return f"method {method!r} is unknown; use one of {', '.join(METHODS)}, or alone {', '.join(ALONE)}"
 
 
 def _turn(step: Step) -> int:

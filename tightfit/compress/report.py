@@ -27,3 +27,5 @@ class CompressionReport:
     predicted: CompressionCost
     measured: CompressionCost
     resumed_layers: int
+    device: str = "cpu"
+    """Whose memory was measured: that of a GPU, or of the whole process on a CPU."""

@@ -190,4 +190,13 @@ class LayerRewriting(ABC):
             memory_bytes=peak_bytes(self.device),
             seconds=time.monotonic() - self.began,
         )
-        return CompressionReport(self.job.out, self.describe(), "float16", reports, self.predicted, measured, resumed)
+        return CompressionReport(
+            path=self.job.out,
+            recipe=self.describe(),
+            format="float16",
+            layers=reports,
+            predicted=self.predicted,
+            measured=measured,
+            resumed_layers=resumed,
+            device=self.device.type,
+        )

@@ -59,6 +59,8 @@ class KeptShape:
             kept = getattr(self, name)
             if kept is not None and not least[name] <= kept <= most:
                 raise UserError(f"--keep-{name} is {kept}; the model has {most}, so give {least[name]} to {most}")
+        if all(getattr(self, name) in (None, most) for name, most in _sizes(spec).items()):
+            raise UserError(f"{self.describe(spec)} stay, so nothing is cut; keep fewer")
 
     def describe(self, spec: ModelSpec) -> str:
         """One line."""

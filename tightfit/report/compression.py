@@ -115,9 +115,8 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
 def _costs(report: "CompressionReport") -> Table:
     table = Table("", "predicted", "measured", box=None, padding=(0, 1))
     table.add_row("size", gib(report.predicted.result_bytes), gib(report.measured.result_bytes))
-    table.add_row(
-        "peak memory", gib(report.predicted.memory_bytes), f"{gib(report.measured.memory_bytes)} (whole process)"
-    )
+    whose = "whole process" if report.device == "cpu" else "GPU"
+    table.add_row("peak memory", gib(report.predicted.memory_bytes), f"{gib(report.measured.memory_bytes)} ({whose})")
     table.add_row("time", f"{report.predicted.flops / 1e12:.1f} TFLOP", f"{report.measured.seconds:.0f} s")
     return table
 
