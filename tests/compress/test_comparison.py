@@ -105,5 +105,5 @@ def test_progress_is_shown_on_a_terminal(on_terminal: bool, monkeypatch: pytest.
     stream = io.StringIO()
     console = partial(Console, file=stream, force_terminal=on_terminal)
     monkeypatch.setattr("tightfit.train.progress.Console", lambda stderr: console())
-    assert list(followed(iter("abc"), 3, shown=True)) == ["a", "b", "c"]
+    assert list(followed(iter("abc"), 3, what="evaluating", shown=True)) == ["a", "b", "c"]
     assert ("3/3" in stream.getvalue()) == on_terminal

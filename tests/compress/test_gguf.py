@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,3 +137,19 @@ def test_nothing_is_written_over(wide: Path, tmp_path: Path) -> None:
             device=torch.device("cpu"),
         )
     assert (tmp_path / "mine.gguf").read_text() == "mine"
+
+
+def test_what_cannot_be_written_is_known_before_work(
+    wide: Path, tokenizer: Tokenizer, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family without a GGUF form, or text of less than a row: nothing is loaded or coded for them."""
+    (tmp_path / "phi").mkdir()
+    write_model(tmp_path / "phi", random_model(replace(SPEC, family="phi3", tied=False)), tokenizer)
+    (tmp_path / "short.txt").write_text("hello")
+    monkeypatch.setattr("tightfit.compress.gguf_export.load_model", None)
+    options: dict[str, Any] = {"samples": 1, "length": None, "cache": token_cache, "device": torch.device("cpu")}
+    with pytest.raises(UserError, match="phi3 models cannot be written to GGUF"):
+        export_gguf(str(tmp_path / "phi"), tmp_path / "phi.gguf", "q4_0", (), **options)
+    with pytest.raises(UserError, match=r"has \d+ tokens, less than one row of \d+; give more text$"):
+        export_gguf(str(wide), tmp_path / "wide.gguf", "q4_0", (str(tmp_path / "short.txt"),), **options)
+    assert {path.name for path in tmp_path.iterdir()} == {"phi", "short.txt"}

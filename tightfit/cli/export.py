@@ -98,6 +98,14 @@ def _export_small(
     if form != "gguf":
         raise UserError(f"dtype {dtype} is a GGUF format; add --format gguf or choose fp32, bf16 or fp16")
     exported = export_gguf(
-        model, target, dtype, data, samples=32, length=None, cache=Path("~/.cache/tightfit"), device=torch.device("cpu")
+        model,
+        target,
+        dtype,
+        data,
+        samples=32,
+        length=None,
+        cache=Path("~/.cache/tightfit"),
+        device=torch.device("cpu"),
+        progress=not as_json,
     )
     print_export(exported, as_json=as_json)

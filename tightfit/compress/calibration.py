@@ -64,17 +64,19 @@ def read_calibration(
     cache: Path,
     field: str,
     progress: bool,
+    remedy: str = "give more text or shorten --seq",
 ) -> Calibration:
-    """`samples` whole windows of `length` tokens from the text in `data`; all there are where they are fewer."""
+    """`samples` whole windows of `length` tokens from the text in `data`; all there are where they are fewer.
+
+    Where there is none, a sentence ends in the `remedy`.
+    """
     refuse_long_rows(length, spec)
     tokenizer = load_source_tokenizer(model)
     store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=spec.vocab_size, field=field, progress=progress)
     rows = PackedText(store, length, separate_documents=False)
     whole = (rows.tokens_total - 1) // length
     if whole == 0:
-        raise UserError(
-            f"{', '.join(data)} has {rows.tokens_total} tokens, less than one row of {length}; shorten --seq"
-        )
+        raise UserError(f"{', '.join(data)} has {rows.tokens_total} tokens, less than one row of {length}; {remedy}")
     count = min(samples, whole)
     chosen = [rows[index * whole // count]["tokens"] for index in range(count)]
     return Calibration(torch.stack(chosen), ", ".join(data))

@@ -188,7 +188,7 @@ def compare_sources(
     store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
     rows = PackedText(store, length)
     small, known = (load_model(source, device=device).model for source in (compressed, original))
-    batches = followed(evaluation_batches(rows, batch), -(-len(rows) // batch), shown=progress)
+    batches = followed(evaluation_batches(rows, batch), -(-len(rows) // batch), what="evaluating", shown=progress)
     found = compare_models(small, known, batches)
     for source, loss in ((original, found.original_loss.mean), (compressed, found.loss.mean)):
         if not math.isfinite(loss):

@@ -23,7 +23,7 @@ from tightfit.models.checksums import list_beside, write_file_checksum
 from tightfit.models.gguf.config import ARCHITECTURES, metadata_of
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.gguf.weights import to_gguf
-from tightfit.models.loading import load_model
+from tightfit.models.loading import load_model, source_spec
 from tightfit.models.saving import WIDER, Export, require_float16, writing_new
 from tightfit.models.spec import ModelSpec
 
@@ -89,16 +89,16 @@ def export_gguf(
     length: int | None,
     cache: Path,
     device: torch.device,
+    progress: bool = False,
 ) -> Export:
     """Write the model at `source` as the GGUF file `target`, its codes chosen for the inputs that `data` gives."""
     require_new(target)
     if mixture not in TYPES:
         raise UserError(f"GGUF type {mixture!r} is not written; use one of {', '.join(TYPES)}")
-    loaded = load_model(source, packed=False)
-    require_float16(loaded.model, source, WIDER)
-    coder = GgufCoder(loaded.model.spec, mixture)
+    spec = source_spec(source)
+    metadata_of(spec)  # refused before any work, if it cannot be said
+    rows = None
     if data:
-        spec = loaded.model.spec
         rows = read_calibration(
             source,
             spec,
@@ -107,9 +107,14 @@ def export_gguf(
             length=length or min(512, spec.max_positions),
             cache=cache,
             field="text",
-            progress=False,
+            progress=progress,
+            remedy="give more text",
         )
-        coder = replace(coder, blocks=code_layers(source, rows, device, coder.kind))
+    loaded = load_model(source, packed=False)
+    require_float16(loaded.model, source, WIDER)
+    coder = GgufCoder(spec, mixture)
+    if rows is not None:
+        coder = replace(coder, blocks=code_layers(source, rows, device, coder.kind, progress=progress))
     with writing_new(target):
         list_beside(target).unlink(missing_ok=True)  # of a file that was there before
         write_gguf(loaded.model, loaded.tokenizer, target, "fp16", coder)

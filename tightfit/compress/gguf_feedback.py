@@ -22,6 +22,7 @@ from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, through
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.scheme import Scheme
+from tightfit.train.progress import followed
 
 DAMPING = 0.01
 BLOCK = 128
@@ -80,11 +81,14 @@ def code_layer(model: Decoder, index: int, inputs: list[Tensor], kind_of: KindOf
 
 
 @torch.no_grad()
-def code_layers(source: str, calibration: Calibration, device: torch.device, kind_of: KindOf) -> Blocks:
+def code_layers(
+    source: str, calibration: Calibration, device: torch.device, kind_of: KindOf, *, progress: bool = False
+) -> Blocks:
     """Blocks of every linear layer of the model at `source`, on the host; one layer in memory at a time."""
     parts, found = ModelParts(source, device), Blocks()
     stream = calibration.embedded(parts.embedding())
-    for index in range(parts.spec.layers):
+    layers = parts.spec.layers
+    for index in followed(range(layers), layers, what="coding layers", shown=progress):
         coded, stream = code_layer(parts.layer(index), index, stream, kind_of)
         found |= {name: blocks.cpu() for name, blocks in coded.items()}
     return found

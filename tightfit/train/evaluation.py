@@ -89,7 +89,7 @@ def evaluate_source(
         rows = PackedChats(prepare_chats(data, loaded.tokenizer, **options), length)
     else:
         rows = PackedText(prepare_text(data, loaded.tokenizer, field=field, **options), length)
-    batches = followed(evaluation_batches(rows, batch), -(-len(rows) // batch), shown=progress)
+    batches = followed(evaluation_batches(rows, batch), -(-len(rows) // batch), what="evaluating", shown=progress)
     found = evaluate(loaded.model, batches, target)
     if not math.isfinite(found.loss):
         raise UserError(f"the loss of {source} is {found.loss}: {NOT_FINITE}")

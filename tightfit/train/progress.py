@@ -59,11 +59,11 @@ class RunProgress:
         self._live.stop()
 
 
-def followed(batches: Iterable[T], count: int, *, shown: bool) -> Iterator[T]:
-    """The `count` batches of an evaluation; on a terminal a bar says how many are done and what time is left."""
+def followed(items: Iterable[T], count: int, *, what: str, shown: bool) -> Iterator[T]:
+    """All `count` items; on a terminal a bar says what is done, how many of them are, and what time is left."""
     console = Console(stderr=True)
     with Progress(
-        TextColumn("evaluating"),
+        TextColumn(what),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("left"),
@@ -71,4 +71,4 @@ def followed(batches: Iterable[T], count: int, *, shown: bool) -> Iterator[T]:
         console=console,
         disable=not (shown and console.is_terminal),
     ) as bar:
-        yield from bar.track(batches, total=count)
+        yield from bar.track(items, total=count)
