@@ -12,6 +12,8 @@ import yaml
 from benchmarks.reports.documentation import ROOT
 from tests.cli.test_base_install import base_install
 from tests.speed import million_turns_s, python_s, within_turns
+from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.presets import preset
 from tightfit.plan.plan import Plan
 
 EIGHT = ("plan", "llama-3.1-8b", "--on", "8xV100-32GB", "--seq", "512", "--global-batch", "8")
@@ -138,6 +140,25 @@ def test_a_job_file_is_planned_with_its_own_fields(tightfit: Any, tmp_path: Path
     assert fields["optimizer"]["lr"] == 1e-5
     assert fields["data"] == {"train": ["notes.txt"], "sequence_length": 2048}
     assert fields["output"] == str(Path.cwd() / "runs" / "x")
+
+
+def test_a_job_that_goes_on_from_a_run_is_planned_like_its_newest_checkpoint(tightfit: Any, tmp_path: Path) -> None:
+    """As the model and as its teacher; that of several checkpoints whose number is the highest counts."""
+    run = tmp_path / "run"
+    for step, name in ((9, "tiny-qwen2"), (10, "tiny-llama"), (8, "tiny-qwen2")):
+        folder = run / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config_from_spec(preset(name), dtype="float32")))
+    made = []
+    for source in (run, run / "checkpoints" / "step-00000010"):
+        fields = {"model": str(source), "data": "x.txt", "output": "out", "steps": 3, "distill": {"teacher": "model"}}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(fields))
+        made.append(tightfit("plan", tmp_path / "job.yaml", "--on", "T4", "--json"))
+        assert made[-1].code == 0, made[-1].err
+    assert made[0].json["ledger"] == made[1].json["ledger"]
+    assert tightfit("plan", run, "--on", "T4").code == 0
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    assert "is a run without a complete checkpoint" in tightfit("plan", tmp_path / "begun", "--on", "T4").err
 
 
 def test_a_vocabulary_that_will_be_trained_is_the_one_that_is_counted(tightfit: Any, tmp_path: Path) -> None:

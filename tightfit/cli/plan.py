@@ -174,14 +174,14 @@ def _question(options: PlanOptions, machine: "Machine") -> "Question":
     from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
     from tightfit.jobs.workload import with_teacher
-    from tightfit.models.resolve import reshaped, resolve_spec
+    from tightfit.models.resolve import reshaped
     from tightfit.plan.answer import Question, make_workload, steps_of
     from tightfit.plan.search.pins import parse_pins
 
     job = _job_file(options.model)
     if job is not None:
         options = _with_job(options, job)
-    spec = resolve_spec(options.model)
+    spec, _ = _known_model(options.model)
     if job is not None:
         spec = job.experts.applied(reshaped(spec, _shape(job), options.model))
     job_fields = _model_field(options.model) if job is None else _other_fields(job)
@@ -294,7 +294,7 @@ def _serve(options: PlanOptions, machine: "Machine") -> None:
     from tightfit.plan.serving import make_serving
     from tightfit.report.plan import print_serving
 
-    spec, stored = _served_model(options.model)
+    spec, stored = _known_model(options.model)
     serving = make_serving(
         options.model,
         spec,
@@ -310,14 +310,14 @@ def _serve(options: PlanOptions, machine: "Machine") -> None:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _served_model(model: str) -> "tuple[ModelSpec, str]":
-    """The shape of what `tightfit serve` takes, and what its weights are in; runs and GGUF files need torch."""
+def _known_model(model: str) -> "tuple[ModelSpec, str]":
+    """The shape of anything that is trained or served, and what its weights are in; GGUF files need torch."""
     from tightfit.models.hub import is_hub_name
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import resolve_spec
 
     path = Path(model).expanduser()
-    if model in PRESETS or is_hub_name(model) or path.suffix == ".json" or (path / "config.json").is_file():
+    if model in PRESETS or is_hub_name(model) or path.suffix == ".json" or path.is_dir():
         return resolve_spec(model), "bf16"
     from tightfit.models.loading import source_format, source_spec
 

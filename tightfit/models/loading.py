@@ -5,7 +5,6 @@ ours (its newest checkpoint is taken), a GGUF file, or the name of the small mod
 shapes and have no weights.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
 from tightfit.models.quantized.holding import hold_in_codes, move_plain
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.resolve import refuse_adapter, resolve_spec
+from tightfit.models.resolve import checkpoints_of as checkpoints_of
+from tightfit.models.resolve import newest_checkpoint, refuse_adapter, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -290,26 +290,13 @@ def find_source_tokenizer(source: str) -> Tokenizer | None:
     return load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
 
 
-def checkpoints_of(run: Path) -> list[Path]:
-    """The complete checkpoints of `run`, oldest first; incomplete ones have names that begin with a dot."""
-    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
-
-
 def _located(source: str) -> Path:
     """The file or directory that `source` means, whether or not it exists."""
     if source == SMOLLM2:
         return smollm2_path()
     if is_hub_name(source):
         return hub_directory(source, weights=True)
-    path = user_path(source, "model")
-    is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
-    if not is_run:
-        return path
-    found = checkpoints_of(path)
-    if not found:
-        raise UserError(f"{source} is a run without a complete checkpoint; train it further or name another")
-    return found[-1]
+    return newest_checkpoint(user_path(source, "model"), source)
 
 
 def weights_path(source: str) -> Path:

@@ -1,5 +1,6 @@
-"""From what a user typed to a ModelSpec: a preset's name, a directory with a config.json, or that file itself."""
+"""From what a user typed to a ModelSpec: a preset, a directory with a config.json, that file itself, or a run."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ def resolve_spec(source: str) -> ModelSpec:
     except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, nobody's home
         is_folder = found = False
     if is_folder:
+        path = newest_checkpoint(path, source)
         refuse_adapter(path)
         path = path / "config.json"
         found = path.is_file()
@@ -39,6 +41,23 @@ def resolve_spec(source: str) -> ModelSpec:
             f"{_shown(source)} is neither a model preset nor a directory with a config.json; {_fix(source)}"
         )
     return spec_from_config(read_config(path), str(path))
+
+
+def newest_checkpoint(path: Path, source: str) -> Path:
+    """`path`, which `source` means; of a run its newest complete checkpoint."""
+    is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
+    if not is_run:
+        return path
+    found = checkpoints_of(path)
+    if not found:
+        raise UserError(f"{source} is a run without a complete checkpoint; train it further or name another")
+    return found[-1]
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """The complete checkpoints of `run`, oldest first; incomplete ones have names that begin with a dot."""
+    found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:
