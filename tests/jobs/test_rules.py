@@ -13,8 +13,16 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.rules.fp8 import FP8_MULTIPLE
-from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
-from tightfit.jobs.rules.rule import DEEPSPEED_RULES, LAYOUT_RULES, LEVER_RULES, RUN_RULES, Run
+from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer, run_rules
+from tightfit.jobs.rules.rule import (
+    DEEPSPEED_RULES,
+    EXTRAS,
+    LAYOUT_RULES,
+    LEVER_RULES,
+    RUN_RULES,
+    Run,
+    first_refusal,
+)
 from tightfit.models.presets import preset
 
 SPEC = preset("llama-3.2-1b")
@@ -193,7 +201,27 @@ def test_runs_that_are_refused(name: str) -> None:
     sentence = rule.sentence(run)
     assert is_a_sentence(sentence)
     assert rule.sentence(Run(layout=Layout(), levers=Levers(), spec=SPEC, sequence_length=512)) is None
-    assert refused_by_trainer(run) is not None
+    assert refused_by_trainer(run) == first_refusal(RUN_RULES, run) is not None
+
+
+class Unread:
+    """What no rule may look at."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"levers.{name} is read and not named")
+
+
+@pytest.mark.parametrize("name", BROKEN_RUNS)
+def test_rules_that_are_left_out_would_say_nothing(name: str) -> None:
+    """Those that do not name levers read none, and those about a section say nothing where there is none of it."""
+    run = run_of(BROKEN_RUNS[name])
+    plain = replace(run, rounding=None, adapted=None, shrinks=False, distills=False, compares_features=False)
+    for rule in RUN_RULES:
+        if "levers" not in rule.sections:
+            assert rule.sentence(replace(run, levers=Unread())) == rule.sentence(run)  # type: ignore[arg-type]
+        if rule.sections & set(EXTRAS):
+            assert rule.sentence(replace(plain, compares_attention=False)) is None
+    assert set(run_rules(frozenset(EXTRAS))) == set(RUN_RULES)
 
 
 @pytest.mark.parametrize("name", BROKEN_DEEPSPEED)

@@ -174,7 +174,8 @@ def test_other_cards_ask_the_rulebook_nothing_again(monkeypatch: pytest.MonkeyPa
     pressed = asked.last_resort()
     assert pressed is not None
     said = [[(layout, each.levers_of(layout)) for layout in each.layouts()] for each in (asked, pressed)]
-    monkeypatch.setattr("tightfit.plan.search.space.refused_workload", None)  # who asks fails
+    for name in ("refused_workload", "refused_beside"):
+        monkeypatch.setattr(f"tightfit.plan.search.space.{name}", None)  # who asks fails
     larger = asked.with_card(replace(asked.machine, accelerator=card))
     pressed = larger.last_resort()
     assert pressed is not None

@@ -61,10 +61,9 @@ def decode_attention(
     B, (kv_heads, D) = qkv.shape[0], keys.shape[2:]
     pairs = B * kv_heads
     assert keys.stride() == values.stride()
-    assert tables.stride(1) == qkv.stride(1) == 1
-    assert counters.numel() >= pairs
+    assert tables.stride(1) == qkv.stride(1) == 1 <= pairs <= counters.numel()
+    assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
-    assert splits <= MOST_SPLITS
     out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
     parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)

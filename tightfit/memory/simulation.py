@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.memory.cuda_rules import cuda_scratch, fused_attention
@@ -70,15 +70,19 @@ def _forget_meshes() -> None:
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
-class FirstChunkOnly(TorchFunctionMode):
+@contextmanager
+def first_chunk_only() -> Iterator[None]:
     """While a model is sharded, `torch.chunk` returns the first chunk for every rank: a thousand would take minutes."""
+    whole = torch.chunk
+    torch.chunk = _first_chunk
+    try:
+        yield
+    finally:
+        torch.chunk = whole
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.chunk:
-            return func(*args, **kwargs)
-        tensor, chunks, dim = args[0], args[1], kwargs.get("dim", 0)
-        return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))] * chunks
+
+def _first_chunk(input: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    return (input.narrow(dim, 0, -(-input.shape[dim] // chunks)),) * chunks
 
 
 @contextmanager

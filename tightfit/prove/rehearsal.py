@@ -26,7 +26,7 @@ from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.ledger import Ledger, Line
-from tightfit.memory.simulation import FirstChunkOnly, fake_world, simulated
+from tightfit.memory.simulation import fake_world, first_chunk_only, simulated
 from tightfit.memory.trace import Replay, Trace, ledger_of_replay
 from tightfit.memory.tracing import Tracer
 from tightfit.models.blank import blank_decoder
@@ -200,7 +200,7 @@ def trace_step(
             stack.enter_context(fake_world(layout.ranks, stage * (layout.ranks // layout.pipeline)))
             mesh = make_mesh(layout, "cpu")
         tracer = stack.enter_context(simulated())
-        with FirstChunkOnly():
+        with first_chunk_only():
             step = make(mesh, tracer)
         tracer.product_workspace_bytes = overheads.workspace_bytes // 2
         if warm_up or carries_over:

@@ -3,10 +3,20 @@
 Each says the sentence of the first rule that is broken, or None.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from tightfit.errors import UserError
-from tightfit.jobs.rules.rule import DEEPSPEED_RULES, LAYOUT_RULES, LEVER_RULES, RUN_RULES, Run, first_refusal
+from tightfit.jobs.rules.rule import (
+    DEEPSPEED_RULES,
+    EXTRAS,
+    LAYOUT_RULES,
+    LEVER_RULES,
+    RUN_RULES,
+    Rule,
+    Run,
+    first_refusal,
+)
 
 if TYPE_CHECKING:
     from tightfit.jobs.layout import Layout
@@ -26,15 +36,31 @@ def refused_layout(layout: "Layout") -> str | None:
 
 def refused_by_trainer(run: Run) -> str | None:
     """Why `tightfit train` does not run `run`, and `tightfit plan` does not plan it."""
-    return first_refusal(RUN_RULES, run)
+    return first_refusal(run_rules(run.extras), run)
+
+
+@cache
+def run_rules(extras: frozenset[str], *, of_levers: bool = False) -> tuple[Rule[Run], ...]:
+    """Rules that may have something to say of a run with these EXTRAS; those about its levers alone."""
+    others = frozenset(EXTRAS) - extras
+    told = (each for each in RUN_RULES if each.sections & extras or not each.sections & others)
+    return tuple(each for each in told if not of_levers or "levers" in each.sections)
 
 
 def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -> str | None:
     """Why `tightfit train` does not run a workload in this way."""
-    if sentence := refused_layout(layout):
-        return sentence
+    return refused_layout(layout) or refused_by_trainer(_run_of(workload, layout, levers))
+
+
+def refused_beside(workload: "Workload", layout: "Layout", levers: "Levers") -> str | None:
+    """The same of a layout that is not refused without levers: rules that do not name these have been asked."""
+    run = _run_of(workload, layout, levers)
+    return first_refusal(run_rules(run.extras, of_levers=True), run)
+
+
+def _run_of(workload: "Workload", layout: "Layout", levers: "Levers") -> Run:
     teacher = workload.teacher
-    run = Run(
+    return Run(
         layout=layout,
         levers=levers,
         precision=workload.precision,
@@ -48,7 +74,6 @@ def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -
         adapted=workload.adapted,
         shrinks=workload.shrinks,
     )
-    return refused_by_trainer(run)
 
 
 def refused_by_deepspeed(run: Run) -> str | None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tightfit.models.spec import ModelSpec
@@ -38,6 +40,18 @@ class Run:
     shrinks: bool = False
     """Whether every step moves weights towards zero (optimizer.l1)."""
 
+    @property
+    def extras(self) -> frozenset[str]:
+        """Those of EXTRAS that it has."""
+        distills = self.distills or self.compares_features or self.compares_attention
+        return frozenset(
+            compress(EXTRAS, (distills, self.rounding is not None, self.adapted is not None, self.shrinks))
+        )
+
+
+EXTRAS = ("distill", "quantize", "adapter", "optimizer")
+"""Sections that most runs have nothing of: rules about them alone then have nothing to say."""
+
 
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
@@ -46,6 +60,11 @@ class Rule(Generic[Subject]):
     name: str
     concerns: tuple[str, ...]
     sentence: Sentence[Subject]
+
+    @cached_property
+    def sections(self) -> frozenset[str]:
+        """Those of a job that it concerns."""
+        return frozenset(concern.partition(".")[0] for concern in self.concerns)
 
 
 LEVER_RULES: "list[Rule[Levers]]" = []

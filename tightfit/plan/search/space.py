@@ -22,7 +22,7 @@ from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout, PipelineSchedule
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.refusals import refused_levers, refused_workload
+from tightfit.jobs.rules.refusals import refused_beside, refused_levers, refused_workload
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads
 from tightfit.jobs.rules.tensor_mesh import tensor_ranks_fill_their_mesh
 from tightfit.jobs.workload import Workload
@@ -258,7 +258,8 @@ class SearchSpace:
         return known[host]
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> LeverSets:
-        """Those of `levers` that `layout` can have. Layouts that are alike to the rules about levers are asked once."""
+        """Those of `levers` that `layout`, one of `layouts`, can have. Layouts that are alike to the rules about levers
+        are asked once."""
         alike = (
             host,
             layout.tensor,
@@ -272,8 +273,8 @@ class SearchSpace:
         )
         known = self.answers.levers
         if alike not in known:
-            every = self.levers(host=host)
-            known[alike] = LeverSets(each for each in every if self.refusal(layout, each) is None)
+            sets, workload = self.levers(host=host), self.workload
+            known[alike] = LeverSets(each for each in sets if refused_beside(workload, layout, each) is None)
         return known[alike]
 
     def check(self) -> None:
