@@ -63,16 +63,6 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)  # else extensions complain of what is left when Python ends
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> None:
-    """Where processes will be forked, their server is forked first."""
-    if "tests.distributed.group" in sys.modules:
-        from tests.forked_server import fork_server, wanted
-
-        if wanted():
-            fork_server(session.config)
-
-
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog",
     "a model learns to say what it has often seen",

@@ -14,7 +14,6 @@ Every operation makes the type of its result anew, and of it the shape of a tens
 import importlib.util
 import inspect
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ def _with_index(patch_tensor: Any) -> Any:
     return patched
 
 
-@cache
 def read_single_elements() -> None:
     """Where it is needed, and where Triton still is what it was."""
     if importlib.util.find_spec("triton") is None or not _refuses():
@@ -49,7 +47,6 @@ def read_single_elements() -> None:
         interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
 
-@cache
 def patch_language_once() -> None:
     """Have the first launch that needs it replace the language, for good."""
     if importlib.util.find_spec("triton") is None:
@@ -75,7 +72,6 @@ def patch_language_once() -> None:
     interpreter._patch_lang = patched
 
 
-@cache
 def ignore_overflows() -> None:
     """Overflows of integers, where no assertion looks at them."""
     if importlib.util.find_spec("triton") is None:
@@ -87,7 +83,6 @@ def ignore_overflows() -> None:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
-@cache
 def share_types() -> None:
     """Equal types of blocks, and shapes of tensors, made once; NumPy's names of types, looked up once."""
     if importlib.util.find_spec("triton") is None:

@@ -15,7 +15,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ OPERATORS = torch.library.Library("aten", "IMPL")
 REVERSED = "TEST_REVERSED_SUMS" in os.environ
 
 
-@cache
 def compute_in_float32() -> None:
     """Where it is so, and nowhere else."""
     if not REVERSED and (platform.machine() != "aarch64" or torch.ops.mkldnn._is_mkldnn_bf16_supported()):

@@ -43,6 +43,18 @@ def test_from_a_model_to_a_file_for_others(
     assert tightfit("export", tiny, tmp_path / "x.gguf", "--format", "gguf", "--dtype", "q4_0").code == 0
 
 
+def test_errors_without_text_are_told_as_those_of_weights(tiny: Path, tmp_path: Path, tightfit: Any) -> None:
+    """No outputs were seen; and a recipe that names every matrix is not printed whole."""
+    names = ", ".join(f'"layers.{i}.{name}"' for i in range(2) for name in ("attention.?", "mlp.*") for _ in range(40))
+    (tmp_path / "steps.yaml").write_text(f"- {{method: rtn, layers: [{names}]}}")
+    made = tightfit("compress", tiny, "--recipe", tmp_path / "steps.yaml", "--out", tmp_path / "small")
+    assert made.code == 0, made.err
+    assert "relative squared error of weights" in made.out
+    told = next(line for line in made.out.splitlines() if line.startswith("wrote "))
+    assert len(told) < 400 + len(str(tmp_path))
+    assert told.endswith("…; compressed-tensors)")
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.compress.conftest import SPEC, random_model
+from tests.compress.test_odd_sources import changed_weight
 from tightfit.compress import comparison
 from tightfit.compress.comparison import compare_models, compare_sources
 from tightfit.errors import UserError
@@ -71,3 +72,14 @@ def test_models_that_read_other_tokens_are_not_compared(
     write_model(tmp_path, random_model(SPEC), train_tokenizer(["zebra quagga okapi gnu kudu eland oryx " * 20], 265))
     with pytest.raises(UserError, match=r"token \d+ of .* are different texts"):
         compare_sources(str(tmp_path), str(tiny), [str(text)], cache=token_cache, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("broken_is_first", [True, False])
+def test_a_loss_that_is_no_number_is_a_sentence(
+    broken_is_first: bool, tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """A table of nan with exit code 0 was all there was."""
+    broken = changed_weight(tiny, tmp_path / "broken", float("nan"))
+    models = [str(broken), str(tiny)] if broken_is_first else [str(tiny), str(broken)]
+    with pytest.raises(UserError, match=r"the loss of .*broken is nan: its weights are damaged"):
+        compare_sources(models[0], models[1], [str(text)], cache=token_cache, device=torch.device("cpu"))

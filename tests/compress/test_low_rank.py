@@ -101,6 +101,8 @@ def test_factors_with_biases(tokenizer: Tokenizer, text: Path, token_cache: Path
 def test_what_is_refused(tiny: Path, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="share"):
         run(tiny, tmp_path / "small", text, token_cache, keep=1.5)
+    with pytest.raises(UserError, match=r"--keep is 0.02, but factors of rank one already keep 0.02\d\d; give more"):
+        run(tiny, tmp_path / "small", text, token_cache, keep=0.02)  # more would have been written than was said
     for name, spec in (("phi", FAMILIES["phi3"]), ("latent", spec_of("deepseek_v2-lite"))):
         (tmp_path / name).mkdir()
         write_model(tmp_path / name, random_model(spec), tokenizer)

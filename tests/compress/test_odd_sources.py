@@ -1,12 +1,14 @@
 """Models that cannot be compressed and outputs that cannot be written: one sentence each, and nothing is lost."""
 
 import json
+import os
 import resource
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tests.compress.conftest import SPEC
 from tests.compress.test_compression import load_tensors, run
 from tests.compress.test_fitting import sized
 from tests.speed import within_turns
-from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.compression import LAYER_SHARDS, CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.fitting import fit_bits, fit_ledger
 from tightfit.compress.gptq import gptq
@@ -172,6 +174,47 @@ def test_work_that_finished_nothing_leaves_nothing(tiny: Path, text: Path, token
     (tmp_path / ".compressing-small").mkdir()  # of a run that was killed before its first shard
     (tmp_path / ".compressing-small" / "work.json").write_text("{}")
     run(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)
+
+
+def test_a_kill_at_the_last_instant_leaves_work_that_goes_on(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All layers done, the rename outstanding: it was called somebody's, to be removed."""
+    job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("rtn", bits=4, group=32))
+    real, renamed = os.rename, list[Path]()
+
+    def killed(source: Path, target: Path) -> None:
+        if target == job.out and not renamed:
+            renamed.append(target)
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr("os.rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        compress(job, lambda cost: None, lambda done, total, layer: None)
+    assert compress(job, lambda cost: None, lambda done, total, layer: None).resumed_layers == SPEC.layers
+    assert not (job.out / "work.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("left", [0, 7, 2000])
+def test_a_finished_layer_that_was_damaged_is_done_again(
+    number: int, left: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end or a layer, cut short since: it was a traceback, and again at every attempt."""
+    job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("rtn", bits=4, group=32))
+    monkeypatch.setattr(WorkingDirectory, "finish", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        compress(job, lambda cost: None, lambda done, total, layer: None)
+    monkeypatch.undo()
+    shard = tmp_path / ".compressing-small" / f"model-{number + 1:05}-of-00004.safetensors"
+    whole = {name: tensor.clone() for name, tensor in load_tensors(shard).items()}
+    os.truncate(shard, min(left, shard.stat().st_size - 1))
+    report = compress(job, lambda cost: None, lambda done, total, layer: None)
+    assert report.resumed_layers == SPEC.layers - (number >= LAYER_SHARDS)
+    made = load_tensors(job.out / shard.name)
+    assert all(torch.equal(made[name], whole[name]) for name in whole)
 
 
 def test_a_file_where_a_directory_should_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Calibration rows that the model writes: its own distribution, the same for the same weights, kept."""
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +12,16 @@ import torch
 from tests.compress.conftest import SPEC, random_model
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
+from tightfit.compress.factoring import FactoringJob, factorise
+from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.own_text import own_text
 from tightfit.compress.recipe import recipe_of
+from tightfit.compress.structured import KeptShape
 from tightfit.errors import UserError
 from tightfit.models.generate import Sampling, sample_rows
+from tightfit.models.loading import load_model
+
+SILENT: Any = (lambda cost: None, lambda done, total, layer: None)
 
 
 def rows_of(model: Path, cache: Path, rows: int = 6) -> torch.Tensor:
@@ -97,3 +106,22 @@ def test_what_it_costs_is_told_before_it_is_written(tiny: Path, tmp_path: Path) 
         compress(job, stop, lambda *done: None)
     assert told[0].calibration.startswith("32 x 128 tokens of the model's own text")
     assert not (tmp_path / "cache").exists()
+
+
+SHARED: dict[str, Any] = {"samples": 2, "length": 8}
+
+
+@pytest.mark.parametrize(
+    "shrink",
+    [
+        lambda **job: factorise(FactoringJob(method="svd", **job, **SHARED), *SILENT),
+        lambda **job: narrow(NarrowingJob(kept=KeptShape(mlp=64), **job, **SHARED), *SILENT),
+        lambda **job: compress(CompressionJob(recipe=recipe_of("gptq"), **job, **SHARED), *SILENT),
+    ],
+    ids=["svd", "structured", "gptq"],
+)
+def test_a_model_without_tokenizer_needs_none(shrink: Callable[..., object], tiny: Path, tmp_path: Path) -> None:
+    """What the model writes is tokens already."""
+    shutil.copytree(tiny, tmp_path / "bare", ignore=shutil.ignore_patterns("token*", "chat*"))
+    shrink(model=str(tmp_path / "bare"), out=tmp_path / "small", cache=tmp_path / "cache")
+    assert load_model(str(tmp_path / "small")).tokenizer is None

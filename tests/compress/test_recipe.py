@@ -1,13 +1,17 @@
 """Recipes in files: what cannot be read, and what a model settles of one."""
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.compress.test_compression import FAMILIES
 from tests.jobs.test_load import alias_bomb
 from tightfit.compress.bit_choice import settled_for
-from tightfit.compress.recipe import Step, read_recipe, recipe_of
+from tightfit.compress.cost import schemes
+from tightfit.compress.matrices import matrices
+from tightfit.compress.recipe import METHODS, USED, Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.rotation import rotated_spec
 from tightfit.errors import UserError
 
@@ -27,6 +31,17 @@ from tightfit.errors import UserError
         ("- {method: spqr, group: 64}", "group is 64, but spqr has 16"),
         ("- {method: llm.int8, symmetric: false}", "symmetric is False, but llm.int8 has True"),
         ("- {method: gptq, act_order: yes}", "act_order"),
+        ("- {method: gptq, bits: 4.5}", "bits in .* is 4.5; it must be a whole number"),
+        ("- {method: gptq, damping: much}", "damping in .* is 'much'; it must be a number such as 0.01"),
+        ("- {method: gptq, damping: .nan}", "damping is nan; it lies between 0 and 1"),
+        ("- {method: spqr, outlier_share: 0.5}", "outlier_share is 0.5; it is a share"),
+        ("- {method: gptq, layers: []}", r"layers in .* is \[\]; it must be a pattern"),
+        (f"- {{method: round, seed: {2**70}}}", rf"seed is {2**70}; it lies between 0 and"),
+        ("- {method: rotate, seed: -1}\n- {method: rtn}", "seed is -1; it lies between 0 and"),
+        ("- {method: rtn, pattern: '2:4'}", "pattern in .* is 2:4, but rtn does not use it; leave it out"),
+        ("- {method: rtn, act_order: groups}", "act_order in .* is groups, but rtn does not use it"),
+        ("- {method: keep, bits: 4}\n- {method: rtn}", "bits in .* is 4, but keep does not use it"),
+        ("- {method: fp8, numbers: nf4}", "numbers in .* is nf4, but fp8 does not use it"),
         ("a: [", "not valid YAML"),
         ("- {method: gptq, method: rtn}", "twice"),
         ("- {method: !!timestamp x}", "'x' is no timestamp"),
@@ -39,6 +54,70 @@ def test_recipes_that_cannot_be(content: str, said: str, tmp_path: Path) -> None
     (tmp_path / "recipe.yaml").write_text(content)
     with pytest.raises(UserError, match=said):
         read_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_that_are_refused_change_nothing(method: str) -> None:
+    """What a method is said not to use cannot change how it codes; what it uses is a field of a step."""
+    assert set(USED[method]) <= {field.name for field in fields(Step)}
+    plain = Step(method=method)  # type: ignore[arg-type]
+    passed_over: dict[str, Any] = {"bits": 5, "group": 32, "symmetric": True, "numbers": "mxfp4", "activations": "int8"}
+    for name, value in passed_over.items():
+        if name not in USED[method]:
+            assert replace(plain, **{name: value}).scheme() == plain.scheme(), name
+
+
+def test_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
+    """YAML takes 1e-3 for text."""
+    (tmp_path / "recipe.yaml").write_text("- {method: gptq, damping: 1e-3}")
+    assert read_recipe(tmp_path / "recipe.yaml").steps[0].damping == 1e-3
+
+
+NAMES = tuple(matrices(FAMILIES["phi3"]))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("rtn", "*.mlp.down"), ("gptq", "*")],
+        [("gptq", "*"), ("awq", "*")],
+        [("keep", "layers.0.*"), ("rtn", "*")],
+        [("wanda", "*"), ("magnitude", "*"), ("gptq", "*")],
+        [("gptq", "*.attention.*"), ("rtn", "layers.0.*"), ("rtn", "layers.1.*")],
+    ],
+)
+def test_a_step_that_decides_nothing_is_refused(steps: list[tuple[Any, str]]) -> None:
+    """Whoever takes the first step that names a layer for the one that decides would get other bits than asked for."""
+    recipe = Recipe(tuple(Step(method=method, layers=(layers,)) for method, layers in steps))
+    with pytest.raises(UserError, match=r"step 1 \(.*\) decides nothing, .*; put it after them, or drop it"):
+        recipe.require_effect(NAMES)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [("gptq", "*"), ("rtn", "*.mlp.down"), ("keep", "layers.0.*")],
+        [("rotate", "*"), ("wanda", "*"), ("gptq", "*")],
+        [("wanda", "*"), ("keep", "layers.0.*"), ("gptq", "*")],
+        [("gptq", "*"), ("wanda", "*")],
+        [("gptq", "layers.0.*"), ("keep", "layers.1.*")],
+    ],
+)
+def test_steps_that_decide_something(steps: list[tuple[Any, str]]) -> None:
+    Recipe(tuple(Step(method=method, layers=(layers,)) for method, layers in steps)).require_effect(NAMES)
+
+
+def test_groups_whose_scales_take_more_than_codes_save_are_refused() -> None:
+    with pytest.raises(UserError, match=r"layers.0.attention.q in int4 g1 asym is no smaller than in 16 bits.*larger"):
+        schemes(FAMILIES["phi3"], recipe_of("rtn", bits=4, group=1))
+    assert schemes(FAMILIES["phi3"], recipe_of("rtn", bits=4, group=2))
+
+
+def test_a_recipe_is_told_as_it_is_done() -> None:
+    """Pruning comes first wherever its step stands, and rounded inputs are told of small floats too."""
+    assert recipe_of("gptq+wanda").describe() == "wanda 50%, then gptq int4 g128 asym"
+    assert recipe_of("fp8", activations="fp8").describe() == "fp8 (fp8 activations)"
+    assert recipe_of("rotate+nf4").describe() == "rotate, then nf4"
 
 
 def test_recipes_that_never_end_are_refused(tmp_path: Path) -> None:

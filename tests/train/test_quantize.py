@@ -1,5 +1,6 @@
 """Training with rounded weights: gradients as the formulas say, runs that resume, files that hold what was trained."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import checkpoints_of, load_model
 from tightfit.models.presets import preset
 from tightfit.plan.plan import _from_json
+from tightfit.report.next_commands import next_commands
+from tightfit.train import loop
+from tightfit.train.evaluation import Evaluation
 from tightfit.train.loop import run_job
 
 LEARNED = {"bits": 3, "group": 16}
@@ -102,6 +106,20 @@ def test_a_run_resumes_bit_for_bit_and_ends_in_a_compressed_model(trained: Calla
         load_model(str(run / "quantized")).model(torch.arange(9)[None]).logits for run in (whole.run, parts.output)
     )
     assert torch.equal(one, other)
+
+
+def test_a_run_that_stops_early_ends_in_a_compressed_model_too(
+    trained: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is over; what is named to go on with is the rounded model, as checkpoints hold weights before rounding."""
+    losses = iter([3.0, 2.0, 2.5, 2.6])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(losses), 10))
+    job = trained("plateau", steps=20, evaluation={"every": 1, "stop_early": 1})
+    result = run_job(job, quiet=True)
+    assert (result.step, result.stopped_early) == (2, True)
+    assert load_model(str(job.output / "quantized")).tokenizer is not None
+    sources = [shlex.split(command.partition("#")[0])[2] for command in next_commands(result, job)]
+    assert sources == [str(job.output / "quantized")] * 3
 
 
 SHOWN: dict[str, Any] = {"model": {"source": "tiny-llama"}, "steps": 20, "evaluation": {"max_rows": 8}}

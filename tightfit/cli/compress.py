@@ -25,8 +25,8 @@ class CompressOptions:
     method: Annotated[
         str,
         typer.Option(
-            help="rtn, gptq, awq, smoothquant, spqr, nf4, llm.int8, fp8, mxfp4, nvfp4, binary; with rotate+ before. "
-            "Pruning: magnitude, wanda, sparsegpt; alone, or before others, as in wanda+gptq. "
+            help="rtn, gptq, round, awq, smoothquant, spqr, nf4, llm.int8, fp8, mxfp4, nvfp4, binary; with "
+            "rotate+ before. Pruning: magnitude, wanda, sparsegpt; alone, or before others, as in wanda+gptq. "
             "structured: cut layers, heads, MLP channels or experts. svd, whitened-svd: two layers of low rank for one."
         ),
     ] = "gptq"

@@ -19,6 +19,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import IGNORE
 from tightfit.models.decoder import Decoder
+from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import LoadedModel, load_model
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.train.data.dataset import PackedText
@@ -183,7 +184,11 @@ def compare_sources(
         raise UserError(f"sequence length {length} is more than the {positions} positions of the models; shorten it")
     vocab_size = small.model.spec.vocab_size
     store = prepare_text(data, tokenizer, cache_dir=cache, vocab_size=vocab_size, field=field, progress=progress)
-    return compare_models(small.model, known.model, evaluation_batches(PackedText(store, length), batch))
+    found = compare_models(small.model, known.model, evaluation_batches(PackedText(store, length), batch))
+    for source, loss in ((original, found.original_loss.mean), (compressed, found.loss.mean)):
+        if not math.isfinite(loss):
+            raise UserError(f"the loss of {source} is {loss}: {NOT_FINITE}")
+    return found
 
 
 def _one_tokenizer(small: LoadedModel, known: LoadedModel) -> Tokenizer:

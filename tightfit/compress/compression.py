@@ -37,6 +37,7 @@ from tightfit.models.loading import find_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
+from tightfit.models.tokenizer import Tokenizer
 
 PLAIN_DTYPE = torch.float16
 EMBEDDING, HEAD = 0, 1
@@ -97,10 +98,12 @@ class _Compression:
         job, spec = self.job, self.spec
         if spec.sinks:
             raise UserError(f"{spec.family} models have biased experts, which are not compressed; take another")
-        job.recipe.require_named(matrices(spec))
+        names = matrices(spec)
+        job.recipe.require_named(names)
         chosen = schemes(spec, job.recipe)
         if not pruned(spec, job.recipe) and not chosen:
             raise UserError("the recipe keeps every layer as it is; let a step after the last keep code or prune some")
+        job.recipe.require_effect(names)
         if not chosen and job.format is not None:
             raise UserError(f"--format is {job.format}, a layout of codes, but the recipe quantizes nothing; drop it")
         return chosen
@@ -130,9 +133,7 @@ class _Compression:
         return self.form.name if self.schemes else "float16"
 
     def _config(self) -> dict[str, Any]:
-        tokenizer = self.tokenizer
-        special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        config = config_from_spec(self.written_spec, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
+        config = plain_config(self.written_spec, self.tokenizer)
         if not self.schemes:
             return config
         theirs, plain = module_schemes(self.written_spec, self.schemes)
@@ -215,6 +216,12 @@ class _Compression:
         )
         recipe = self.job.recipe.describe()
         return CompressionReport(self.job.out, recipe, self._format_name, reports, self.predicted, measured, resumed)
+
+
+def plain_config(spec: ModelSpec, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """config.json of a model whose weights are not coded."""
+    special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return config_from_spec(spec, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
 
 
 def end_state(model: Decoder, number: int, spec: ModelSpec) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
 FORWARD_PASSES = 4.5
+PLAIN_BYTES = 2
 OUTLIER_BYTES = 6
 """A column number of four bytes and a float16."""
 
@@ -54,7 +55,9 @@ def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
             why = "has no code for zero or would move it"
             raise UserError(f"{name} is pruned and then coded by {coding.method}, which {why}; use gptq")
         if step.kept_of_group is not None and inputs % step.kept_of_group[1]:
-            raise UserError(f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}")
+            raise UserError(
+                f"{name} has {inputs} inputs, which are no whole groups for pattern {step.pattern}; give another M"
+            )
         found[name] = step
     return found
 
@@ -67,6 +70,9 @@ def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:
         scheme = None if step is None else step.scheme()
         if scheme is not None:
             scheme.check(outputs, inputs, name)
+            if scheme.weight_bytes(outputs, inputs) >= PLAIN_BYTES * outputs * inputs:
+                told = f"{name} in {scheme.describe()} is no smaller than in 16 bits"
+                raise UserError(f"{told}: scales take more than codes save; give larger groups or fewer bits")
             if scheme.static and ".experts." in name:
                 raise UserError(f"{name} cannot round inputs statically, as experts do not; keep them, or drop static")
             found[name] = scheme

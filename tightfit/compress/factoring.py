@@ -58,6 +58,10 @@ class _Factoring(LayerRewriting):
                 f"files of {self.spec.family} models stack or transpose matrices, or hold experts or latent attention, "
                 "which are not factored; take another method"
             )
+        numbers = sum(outputs * inputs for outputs, inputs in self.shapes.values())
+        least = sum(map(sum, self.shapes.values())) / numbers
+        if self.job.keep < least:
+            raise UserError(f"--keep is {self.job.keep}, but factors of rank one already keep {least:.4f}; give more")
 
     def prepare(self) -> list[int]:
         """The rank of every matrix, from the singular values of all layers."""

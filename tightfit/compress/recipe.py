@@ -48,6 +48,25 @@ SETTLED: dict[str, dict[str, Any]] = {
 }
 """Options that a method leaves no choice of."""
 PRUNING_OPTIONS = ("sparsity", "pattern")
+NUMBERS = ("bits", "group", "symmetric")
+INPUTS = ("activations", "static")
+USED: dict[str, tuple[str, ...]] = {
+    "rotate": ("seed",),
+    "keep": (),
+    "rtn": (*NUMBERS, "numbers", "ranges", *INPUTS),
+    "gptq": (*NUMBERS, "numbers", "ranges", *INPUTS, "act_order", "damping"),
+    "round": (*NUMBERS, "numbers", "ranges", *INPUTS, "act_order", "damping", "steps", "seed"),
+    "awq": (*NUMBERS, "numbers", *INPUTS),
+    "smoothquant": (*SETTLED["smoothquant"], "static", "alpha"),
+    "spqr": (*SETTLED["spqr"], "bits", "static", "outlier_share", "damping"),
+    "llm.int8": (*SETTLED["llm.int8"], "ranges", "static"),
+    **dict.fromkeys(KINDS, (*NUMBERS, "ranges", *INPUTS)),
+    "magnitude": PRUNING_OPTIONS,
+    "wanda": PRUNING_OPTIONS,
+    "sparsegpt": (*PRUNING_OPTIONS, "damping"),
+}
+"""The options that a method looks at; others would be passed over, so they are refused."""
+MOST_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +100,12 @@ class Step:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise UserError(f"method {self.method!r} is unknown; use one of {', '.join(METHODS)}")
-        if not 0 < self.damping < 1 or not 0 <= self.outlier_share < 0.5:
-            raise UserError("damping lies between 0 and 1 and outlier_share between 0 and 0.5")
+        if not 0 < self.damping < 1:
+            raise UserError(f"damping is {self.damping}; it lies between 0 and 1, such as 0.01")
+        if not 0 <= self.outlier_share < 0.5:
+            raise UserError(f"outlier_share is {self.outlier_share}; it is a share of the weights, from 0 to below 0.5")
+        if not 0 <= self.seed <= MOST_SEED:
+            raise UserError(f"seed is {self.seed}; it lies between 0 and {MOST_SEED}")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise UserError(f"alpha is {self.alpha}; it lies between 0 and 1")
         if not 0 < self.sparsity < 1:
@@ -146,6 +169,28 @@ class Recipe:
                     "drop it (embedding, norms, routers and output projection stay as they are)"
                 )
 
+    def require_effect(self, layers: Collection[str]) -> None:
+        """Refuse a step that does nothing, as one for some layers before one for all."""
+        for number, step in enumerate(self.steps):
+            if self._is_overruled(number, layers):
+                raise UserError(
+                    f"step {number + 1} ({_told(step)}) decides nothing, as the last step that names a layer decides, "
+                    "and later ones name all of its; put it after them, or drop it"
+                )
+
+    def _is_overruled(self, number: int, layers: Collection[str]) -> bool:
+        """Whether later steps decide about every layer that step `number` names."""
+        step, later = self.steps[number], self.steps[number + 1 :]
+        families = [family for family in (CODING, PRUNING) if step.method == "keep" or step.method in family]
+        others = {each.method for each in self.steps}
+        return step.method != "rotate" and all(
+            any(each.method in (*family, "keep") and each.names(layer) for each in later)
+            for family in families
+            if others & set(family)
+            for layer in layers
+            if step.names(layer)
+        )
+
     def coding(self, layer: str) -> Step | None:
         """The step that codes a layer, if any does."""
         return self._last(layer, CODING)
@@ -174,20 +219,27 @@ class Recipe:
         return any(step.method in CALIBRATED or step.static is not None for step in self.steps)
 
     def describe(self) -> str:
-        """One line."""
-        return ", then ".join(_told(step) for step in self.steps)
+        """One line, in the order in which things are done."""
+        return ", then ".join(_told(step) for step in sorted(self.steps, key=_turn))
 
     def fingerprint(self) -> str:
         """What makes two recipes the same."""
         return json.dumps([asdict(step) for step in self.steps], sort_keys=True)
 
 
+def _turn(step: Step) -> int:
+    """The whole model is rotated first, and matrices are pruned before they are coded."""
+    return 0 if step.method == "rotate" else 1 if step.method in PRUNING else 2
+
+
 def _told(step: Step) -> str:
     scheme = step.scheme()
     if step.method in PRUNING:
         coded = f"{step.method} {step.pattern or f'{step.sparsity:.0%}'}"
+    elif scheme is None:
+        coded = step.method
     else:
-        coded = step.method if scheme is None or step.method in KINDS else f"{step.method} {scheme.describe()}"
+        coded = scheme.describe() if step.method in KINDS else f"{step.method} {scheme.describe()}"
     return coded if step.layers == ("*",) else f"{coded} for {', '.join(step.layers)}"
 
 
@@ -226,39 +278,54 @@ def _step(given: Any, source: str) -> Step:
         if name not in known:
             raise UserError(f"a step in {source} has {name!r}; it may have {', '.join(known)}")
     if "layers" in values:
-        named = values["layers"]
-        values["layers"] = (
-            (named,) if isinstance(named, str) else tuple(named) if isinstance(named, list | tuple) else (None,)
-        )
-        if not all(isinstance(pattern, str) for pattern in values["layers"]):
-            raise UserError(f"layers in {source} is {named!r}; it must be a pattern or a list of them")
+        values["layers"] = _patterns(values["layers"], source)
     for name, value in values.items():
-        _check_type(name, value, known[name], source)
+        values[name] = _checked_value(name, value, known[name], source)
     step = Step(**values)
+    for name in values:
+        if name not in ("method", "layers", *USED[step.method]):
+            raise UserError(f"{name} in {source} is {values[name]}, but {step.method} does not use it; leave it out")
     step.scheme()
     return step
 
 
-def _check_type(name: str, value: Any, field: Any, source: str) -> None:
+def _patterns(named: Any, source: str) -> tuple[str, ...]:
+    """One pattern of layers, or several."""
+    patterns = (named,) if isinstance(named, str) else named
+    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(each, str) for each in patterns):
+        raise UserError(f"layers in {source} is {named!r}; it must be a pattern or a list of them")
+    return tuple(patterns)
+
+
+def _checked_value(name: str, value: Any, field: Any, source: str) -> Any:
     """Numbers where numbers belong: a YAML file can say anything."""
-    told = str(field.type)
-    allowed = get_args(field.type) if not isinstance(field.type, str) else ()
+    told = ""
     if name in ("bits", "group", "steps", "seed"):
-        ok = isinstance(value, int) and not isinstance(value, bool)
+        ok, told = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     elif name in ("damping", "alpha", "outlier_share", "sparsity"):
-        ok = isinstance(value, int | float) and not isinstance(value, bool)
+        value = _decimal(value)
+        ok, told = isinstance(value, int | float) and not isinstance(value, bool), "a number such as 0.01"
     elif name == "symmetric":
-        ok = isinstance(value, bool)
+        ok, told = isinstance(value, bool), "true or false"
     elif name == "pattern":
         ok, told = isinstance(value, str), "text such as '2:4'"
     elif name in ("method", "layers"):
         ok = True
     else:
-        choices = [choice for part in allowed for choice in (get_args(part) or (part,))]
+        choices = [choice for part in get_args(field.type) for choice in (get_args(part) or (part,))]
         ok = value in choices
         told = ", ".join(str(choice) for choice in choices if choice is not type(None))
     if not ok or (value is None and field.default is MISSING):
         raise UserError(f"{name} in {source} is {value!r}; it must be {told}")
+    return value
+
+
+def _decimal(value: Any) -> Any:
+    """The number that a text such as 1e-3 means, which YAML takes for text as it has no point."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _checked(steps: list[Step], source: str) -> Recipe:

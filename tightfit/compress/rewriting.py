@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.compress.compression import EMBEDDING, HEAD, LAYER_SHARDS, PLAIN_DTYPE, Progress, end_state, peak_bytes
+from tightfit.compress.compression import (
+    EMBEDDING,
+    HEAD,
+    LAYER_SHARDS,
+    PLAIN_DTYPE,
+    Progress,
+    end_state,
+    peak_bytes,
+    plain_config,
+)
 from tightfit.compress.cost import CompressionCost, predict
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import change_of_layer
@@ -25,8 +34,7 @@ from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.models.decoder import Decoder
-from tightfit.models.huggingface.config import config_from_spec
-from tightfit.models.loading import load_source_tokenizer
+from tightfit.models.loading import find_source_tokenizer
 from tightfit.models.quantized.directory import tensors_to_write
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.spec import ModelSpec
@@ -51,12 +59,10 @@ class LayerRewriting(ABC):
         self.spec = self.parts.spec
         self.check()
         self.calibration = job.read_calibration(self.spec)
-        self.tokenizer = load_source_tokenizer(job.model)
+        self.tokenizer = find_source_tokenizer(job.model)
         self.layers = self.prepare()
         self.written = self.written_spec()
-        special = {"bos_token_id": self.tokenizer.bos_id, "eos_token_id": self.tokenizer.eos_id}
-        plain = config_from_spec(self.written, dtype=str(PLAIN_DTYPE).removeprefix("torch."), extra=special)
-        self.config = self.changed_config(plain)
+        self.config = self.changed_config(plain_config(self.written, self.tokenizer))
         nothing, shape = Recipe(()), self.calibration.tokens.shape
         ledger = compression_ledger(
             self.spec,
@@ -172,7 +178,8 @@ class LayerRewriting(ABC):
         folder = self.directory.path
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-            self.tokenizer.save(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save(folder)
             for name, content in self.more_files().items():
                 (folder / name).write_text(content, encoding="utf-8")
             written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))

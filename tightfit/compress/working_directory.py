@@ -98,8 +98,12 @@ class WorkingDirectory:
         return self.path / f"model-{number + 1:05}-of-{self.shards:05}.safetensors"
 
     def is_done(self, number: int) -> bool:
-        """Whether a shard is complete."""
-        return self.shard(number).is_file()
+        """Whether a shard is complete; one that was damaged since, by a failing disk or by hand, is written anew."""
+        try:
+            with safe_open(self.shard(number), framework="pt"):
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def write(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any] | None = None) -> None:
         """Write a shard, with notes that `notes` gives back."""
@@ -132,6 +136,6 @@ class WorkingDirectory:
         flush_tree(self.path)
         if os.path.lexists(self.target):
             raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")
-        (self.path / WORK_FILE).unlink()
-        os.rename(self.path, self.target)
+        os.rename(self.path, self.target)  # with the work file: a kill in between leaves work that is known as such
+        (self.target / WORK_FILE).unlink()
         flush(self.target.parent)

@@ -6,7 +6,8 @@ position (rope), key and value go to their place in the paged cache, and the que
     out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],   t in the last `window` of lengths[b] positions
 
 It is rotate_store.py and paged_attention.py in one, as between small kernels most of the time goes by in starting them.
-As there, the keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023). Every program
+As there, the keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023), which take
+blocks of them in turn: where its first block is, a program asks without knowing how long the sequence is. Every program
 turns the queries of its heads again, which is little; the one whose share ends the sequence also turns and stores the
 new key. It takes that key and its value from registers, so nobody waits for the write. The program that comes last for
 its sequence and key head, by a counter, joins the shares and sets the counter back to zero for the next launch.
@@ -60,10 +61,9 @@ def decode_attention(
     B, (kv_heads, D) = qkv.shape[0], keys.shape[2:]
     pairs = B * kv_heads
     assert keys.stride() == values.stride()
-    assert tables.stride(1) == qkv.stride(1) == 1
-    assert counters.numel() >= pairs
+    assert tables.stride(1) == qkv.stride(1) == 1 <= pairs <= counters.numel()
+    assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
-    assert splits <= MOST_SPLITS
     out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
     parts = torch.empty((B, heads, splits, D), device=qkv.device, dtype=torch.float32)
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
@@ -87,6 +87,7 @@ def decode_attention(
             qkv.stride(0),
             *keys.stride()[:3],
             tables.stride(0),
+            tables.shape[1],
             cos.stride(0),
             norm_eps,
             norm_offset,
@@ -189,6 +190,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     kv_place,
     kv_head,
     table_row,
+    table_width,
     angle_row,
     eps,
     offset,
@@ -225,23 +227,21 @@ def _kernel(  # type: ignore[no-untyped-def]
     begin_block = first // BLOCK_K
     blocks = tl.cdiv(length, BLOCK_K) - begin_block
     splits = tl.maximum(tl.minimum(most_splits, blocks // LEAST_BLOCKS), 1)
-    share = tl.cdiv(blocks, splits)
-    begin = (begin_block + split * share) * BLOCK_K
-    end = tl.minimum(begin + share * BLOCK_K, length)
+    begin = (begin_block + split) * BLOCK_K
+    table = tables + batch * table_row
+    pages = _pages(table, table_width, begin, BLOCK_SIZE, BLOCK_K)  # not knowing how many there are: a wait less
     if split >= splits:
         return
-    table = tables + batch * table_row
-    has_newest = (begin <= newest) & (newest < end)
+    has_newest = (newest // BLOCK_K - begin_block) % splits == split
     position = tl.maximum(newest, 0).to(tl.int64)
     place = tl.load(table + position // BLOCK_SIZE).to(tl.int64) * kv_block + (position % BLOCK_SIZE) * kv_place
     in_rope = columns < 2 * HALF
     c = tl.load(cos + position * angle_row + columns % HALF, mask=in_rope, other=1.0).to(tl.float32)
     s = tl.load(sin + position * angle_row + columns % HALF, mask=in_rope, other=0.0).to(tl.float32)
-    before = tl.minimum(end, newest)
     keys += head * kv_head
     values += head * kv_head
     group_mask = in_group[:, None] & in_head[None, :]
-    k, v, here = _older(keys, values, table, begin, first, before, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K)
+    k, v, here = _older(keys, values, pages, begin, first, newest, kv_block, kv_place, columns, D, BLOCK_SIZE, BLOCK_K)
     wait_for_previous(OVERLAP)
 
     x = qkv + batch * x_row
@@ -270,14 +270,14 @@ def _kernel(  # type: ignore[no-untyped-def]
         HAS_SOFTCAP=HAS_SOFTCAP,
         PRECISION=PRECISION,
     )
-    for start in range(begin + BLOCK_K, before, BLOCK_K):
+    for start in range(begin + splits * BLOCK_K, newest, splits * BLOCK_K):
         k, v, here = _older(
             keys=keys,
             values=values,
-            table=table,
+            pages=_pages(table, table_width, start, BLOCK_SIZE, BLOCK_K),
             start=start,
             first=first,
-            before=before,
+            before=newest,
             kv_block=kv_block,
             kv_place=kv_place,
             columns=columns,
@@ -313,14 +313,35 @@ def _kernel(  # type: ignore[no-untyped-def]
         counter = counters + batch * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)
-            _join(parts, norms, out, tl.min(row, 0), total, splits, most_splits, columns, D, GROUP, MOST)
+            _join(
+                parts=parts,
+                norms=norms,
+                out=out,
+                row=tl.min(row, 0),
+                total=total,
+                splits=splits,
+                most_splits=most_splits,
+                columns=columns,
+                D=D,
+                BLOCK_D=BLOCK_D,
+                GROUP=GROUP,
+                GROUP_2=GROUP_2,
+                MOST=MOST,
+            )
+
+
+@triton.jit
+def _pages(table, table_width, start, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of BLOCK_K positions from `start` on, as far as the table goes."""
+    page = (start + tl.arange(0, BLOCK_K)) // BLOCK_SIZE
+    return tl.load(table + page, mask=page < table_width, other=0).to(tl.int64)
 
 
 @triton.jit
 def _older(  # type: ignore[no-untyped-def]
     keys,
     values,
-    table,
+    pages,
     start,
     first,
     before,
@@ -331,11 +352,10 @@ def _older(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Keys and values of positions from `start` on, and which of them lie in [first, before)."""
+    """Keys and values of positions from `start` on, which are on `pages`, and which of them lie in [first, before)."""
     at = start + tl.arange(0, BLOCK_K)
     here = (at < before) & (at >= first)
-    block = tl.load(table + at // BLOCK_SIZE, mask=here, other=0).to(tl.int64)
-    place = (block * kv_block + (at % BLOCK_SIZE) * kv_place)[:, None] + columns[None, :]
+    place = (pages * kv_block + (at % BLOCK_SIZE) * kv_place)[:, None] + columns[None, :]
     mask = here[:, None] & (columns < D)[None, :]
     return tl.load(keys + place, mask=mask, other=0.0), tl.load(values + place, mask=mask, other=0.0), here
 
@@ -365,21 +385,30 @@ def _join(  # type: ignore[no-untyped-def]
     most_splits,
     columns,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUP_2: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), heads from `row` on.
 
     Read past the first-level cache, which does not see what other programs wrote.
     """
+    # As many heads at a time as fit into registers, so that their reads are one wait for memory.
+    TOGETHER: tl.constexpr = min(GROUP_2, max(1, 16384 // (MOST * BLOCK_D)))
     split = tl.arange(0, MOST)
-    here = split < splits
-    for head in tl.static_range(GROUP):
-        at = (row + head) * most_splits + split
-        highest = tl.load(norms + at, mask=here, other=-1.0e30, cache_modifier=".cg")
-        denominator = tl.load(norms + total + at, mask=here, other=0.0, cache_modifier=".cg")
-        factor = tl.exp2(highest - tl.max(highest, 0))
-        mask = here[:, None] & (columns < D)[None, :]
-        part = tl.load(parts + at[:, None] * D + columns[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        made = tl.sum(part * factor[:, None], 0) / tl.sum(denominator * factor, 0)
-        tl.store(out + (row + head) * D + columns, made.to(out.dtype.element_ty), mask=columns < D)
+    here = (split < splits)[None, :]
+    for first in tl.static_range(0, GROUP, TOGETHER):
+        head = first + tl.arange(0, TOGETHER)
+        in_group = head < GROUP
+        at = (row + head)[:, None] * most_splits + split[None, :]
+        mask = here & in_group[:, None]
+        highest = tl.load(norms + at, mask=mask, other=-1.0e30, cache_modifier=".cg")
+        denominator = tl.load(norms + total + at, mask=mask, other=0.0, cache_modifier=".cg")
+        in_head = (columns < D)[None, None, :]
+        at_parts = parts + at[:, :, None] * D + columns[None, None, :]
+        part = tl.load(at_parts, mask=mask[:, :, None] & in_head, other=0.0, cache_modifier=".cg")
+        factor = tl.exp2(highest - tl.max(highest, 1)[:, None])
+        made = tl.sum(part * factor[:, :, None], 1) / tl.sum(denominator * factor, 1)[:, None]
+        to_out = out + (row + head)[:, None] * D + columns[None, :]
+        tl.store(to_out, made.to(out.dtype.element_ty), mask=in_group[:, None] & (columns < D)[None, :])

@@ -50,7 +50,8 @@ def rounded_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, 
     if known_scale is not None:
         scale = known_scale.to(torch.float32)
         return (wide * (1 / scale)).round().clamp(-LARGEST - 1, LARGEST).to(torch.int8), scale
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / LARGEST
+    largest = wide.new_full((), LARGEST)  # a tensor: by a number CUDA multiplies with its reciprocal, a bit off
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=TINIEST) / largest
     return (wide * (1 / scale)).round().to(torch.int8), scale
 
 

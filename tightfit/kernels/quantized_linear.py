@@ -38,7 +38,7 @@ from tightfit.kernels.triton_support import Impl, is_interpreted, tl, triton, us
 from tightfit.models.spec import Activation
 
 BITS = (2, 4, 8)
-SOME_ROWS = 256
+SOME_ROWS = 128
 """Up to this many rows are multiplied without expanding the matrix."""
 STEP = 2 * TILE_WORDS
 """Inputs that one shift of a tile gives; scales change between steps."""

@@ -6,7 +6,7 @@
     traffic     tokens · layers · 2 bytes · (10 hidden + 2 query + 4 key + 4 inner) / rate of reading
     launches    layers · time of a layer's launches
 
-A product reads weights while it multiplies: two fifths of the shorter of reading weights and products are hidden. A
+A product reads weights while it multiplies: three fifths of the shorter of reading weights and products are hidden. A
 prompt's first token also waits for the host once. Packed weights are read at a smaller share of the rate, multiplied at
 a smaller one by more than a few tokens, and by many once they were expanded:
 
@@ -25,13 +25,15 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.cpu_serving_time import CpuStepRates
 from tightfit.plan.serving_step import Step, layer_params, moved_elements
 
-HIDDEN_SHARE = 0.4
-LAYER_LAUNCH_S = 16e-6
+HIDDEN_SHARE = 0.6
+LAYER_LAUNCH_S = 22e-6
+LAYER_LAUNCH_ONE_S = 10e-6
+"""The same of one sequence's next token, whose kernels are fewer and begin early."""
 FIRST_TOKEN_HOST_S = 0.25e-3
 ELEMENT_BYTES = 2
 FEW_TOKENS = 16
 """Up to which codes are multiplied as fast as they are read: kernels/packed_rows.py."""
-SOME_TOKENS = 256
+SOME_TOKENS = 128
 """Up to which integers are multiplied as they are: kernels/quantized_linear.py."""
 SOME_TOKENS_FP8 = 128
 """The same of 8-bit floats: kernels/fp8_rows.py."""
@@ -54,7 +56,7 @@ class PackedProducts:
     @classmethod
     def of(cls, scheme: Scheme) -> "PackedProducts":
         """By what our engine does with such weights."""
-        read_share = 0.7 if scheme.bits <= 4 else 0.8  # 8B in one stream: 480 tokens/s in int4, 356 in fp8
+        read_share = 0.7 if scheme.bits <= 4 else 0.8  # 8B in one stream: 511 tokens/s in int4, 373 in fp8
         if scheme.activations is not None:
             return cls(read_share=read_share, most_tokens=math.inf, product_share=1.0)
         if scheme.kind == "fp8":
@@ -73,6 +75,7 @@ class StepRates:
     packed: PackedProducts | None = None
     """None where weights are plain."""
     layer_s: float = LAYER_LAUNCH_S
+    layer_one_s: float = LAYER_LAUNCH_ONE_S
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
 
@@ -87,7 +90,7 @@ class StepRates:
             - HIDDEN_SHARE * min(reading, products)
             + attention
             + (traffic + step.cache_bytes) / self.bytes_per_second
-            + spec.layers * self.layer_s
+            + spec.layers * (self.layer_one_s if step.tokens == 1 else self.layer_s)
             + self._expanding(spec, weight_bytes, step)
         )
 

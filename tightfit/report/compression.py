@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from tightfit.compress.cost import CompressionCost
     from tightfit.compress.report import CompressionReport, LayerReport
     from tightfit.memory.ledger import Ledger
+
+
+LONGEST_RECIPE = 300
+"""Characters of it that are printed; one that names every matrix is whole in the report."""
 
 
 class CompressionProgress:
@@ -87,7 +92,8 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
     if as_json:
         return print_json(asdict(report))
     names = sorted({name for layer in report.layers for name in layer.errors})
-    table = Table(title="relative squared error of outputs", title_justify="left", box=None, pad_edge=False)
+    title = f"relative squared error of {'outputs' if report.predicted.calibration else 'weights'}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.collapse_padding = True  # so that seven matrices go into 80 columns
     for column in ("layer", *(name.split(".", 1)[-1] for name in names), "whole", "s"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -98,8 +104,8 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
     console = Console()
     console.print(table)
     console.print(_costs(report))
-    resumed = f", {report.resumed_layers} layers from an earlier run" if report.resumed_layers else ""
-    told = f"wrote {report.path} ({report.recipe}; {report.format}{resumed})"
+    resumed = f", layers from an earlier run: {report.resumed_layers}" if report.resumed_layers else ""
+    told = f"wrote {report.path} ({shorten(report.recipe, LONGEST_RECIPE, placeholder=' …')}; {report.format}{resumed})"
     console.print(told, highlight=False, soft_wrap=True, markup=False)
     picture = report.path / PICTURE_FILE
     if picture.is_file():

@@ -259,6 +259,11 @@ class _Run:
         patience, losses = self.job.evaluation.stop_early, list(self.losses.values())
         return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
+    @property
+    def _stopped_early(self) -> bool:
+        """Whether the run has ended, with steps left, as its loss no longer fell."""
+        return self.stopped_by is None and self.step < self.last_step
+
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult | None:
         """What is told: of this step or, of a pipeline that is not flushed, of the one before, if any."""
         p, buffered = self.p, self.p.optimizer.buffered
@@ -384,7 +389,7 @@ class _Run:
 
     def _write_quantized(self) -> None:
         """The compressed model that a run with rounded weights ends in."""
-        if self.job.quantize.bits is None or self.step < self.p.total_steps:
+        if self.job.quantize.bits is None or (self.step < self.p.total_steps and not self._stopped_early):
             return
         parts = quantized_parts(self.p.model)  # all ranks: ZeRO's gather
         if self.ranks.first and self.writes:
@@ -438,7 +443,7 @@ class _Run:
             rank=self.ranks.process,
             samples=self._samples(),
             stopped_by=self.stopped_by,
-            stopped_early=self.stopped_by is None and self.step < self.last_step,
+            stopped_early=self._stopped_early,
             expert_load=self.experts.of_run(),
         )
 
