@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.few_dots import few_dots
 from tightfit.cli.main import app
 from tightfit.models.loading import checkpoints_of
+
+__all__ = ["few_dots"]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ("-o", "model.source=tiny-llama", "-o", "precision=fp32", "-o", "device=cpu")

@@ -1,12 +1,14 @@
 """Commands as a user types them, in this process."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.few_dots import few_dots
 from tightfit.cli import main as cli
+
+__all__ = ["few_dots"]
 
 
 class Run:
@@ -28,18 +30,3 @@ class Run:
 def tightfit(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a command: `tightfit("plan", …)`."""
     return lambda *arguments: Run(capfd, monkeypatch, *map(str, arguments))
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _few_dots() -> Iterator[None]:
-    """Pictures of commands have all that is in them, in few dots and not laid out: how they look is tests/report's."""
-    from matplotlib.figure import Figure
-
-    def save(figure: Figure, *given: Any, **named: Any) -> None:
-        figure.set_layout_engine("none")
-        whole(figure, *given, **{**named, "dpi": 20})
-
-    whole = Figure.savefig
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Figure, "savefig", save)
-        yield
