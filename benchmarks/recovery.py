@@ -16,7 +16,8 @@ from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.structured import KeptShape
 from tightfit.jobs.job import Job
 from tightfit.jobs.load import load_job
-from tightfit.models.loading import checkpoints_of, source_spec
+from tightfit.models.loading import source_spec
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.loop import run_job
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.few_dots import few_dots
 from tightfit.cli.main import app
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 
 __all__ = ["few_dots"]
 

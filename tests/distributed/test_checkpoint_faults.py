@@ -15,7 +15,8 @@ from tests.distributed.test_runs import run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
 
 Make = Callable[[int], Group]

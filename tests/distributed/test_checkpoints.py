@@ -13,7 +13,8 @@ from tests.distributed.test_runs import alone, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
+from tightfit.models.resolve import checkpoints_of
 from tightfit.models.saving import export_model
 from tightfit.train.metrics import METRICS_FILE, read_metrics
 

@@ -18,7 +18,8 @@ from tightfit.cli.main import main
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.launch.launcher import run_processes
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.metrics import read_metrics
 
 BOUND_S = 180

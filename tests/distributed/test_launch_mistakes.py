@@ -19,7 +19,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.launch import launcher, stopped
 from tightfit.launch.launcher import loopback_store, run_processes
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.loop import run_job
 
 pytestmark = pytest.mark.usefixtures("server")

@@ -16,7 +16,8 @@ from tests.programs import started
 from tests.train.jobs import tiny_job
 from tightfit.cli.main import app
 from tightfit.launch import launcher as launching
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
+from tightfit.models.resolve import checkpoints_of
 from tightfit.prove import equivalence_check as gate
 from tightfit.train.metrics import read_metrics
 

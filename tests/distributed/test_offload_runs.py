@@ -11,7 +11,7 @@ from tests.distributed.group import Group
 from tests.distributed.test_checkpoints import rewritten, run_on
 from tests.train.jobs import tiny_job
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 
 Make = Callable[[int], Group]
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}

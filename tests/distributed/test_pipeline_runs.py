@@ -11,7 +11,7 @@ from tests.distributed.group import Group
 from tests.distributed.test_runs import alone, assert_same_run, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import METRICS_FILE, read_metrics
 

@@ -18,7 +18,7 @@ from tests.distributed.group import Group
 from tests.distributed.test_checkpoints import rewritten, run_on
 from tests.train.jobs import tiny_job
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.optimizer.adamw import PREVIOUS_NORMS
 
 Make = Callable[[int], Group]

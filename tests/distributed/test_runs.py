@@ -24,7 +24,8 @@ from tests.programs import call_forked, run_main
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
+from tightfit.models.resolve import checkpoints_of
 from tightfit.parallel.mesh import make_mesh
 from tightfit.train.checkpoints.directory import Position, gathered, save_checkpoint
 from tightfit.train.loop import RunResult, run_job

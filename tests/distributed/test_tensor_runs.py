@@ -12,7 +12,7 @@ from tests.distributed.test_runs import assert_same_run, run_fields, write_again
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.loop import run_job
 
 Make = Callable[[int], Group]

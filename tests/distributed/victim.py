@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.cli.train import train_as_rank
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 
 Original = Callable[..., Any]
 

@@ -9,7 +9,7 @@ import yaml
 
 from tests.train.jobs import tiny_job
 from tightfit.launch.forked import TRAINING, Forked
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.metrics import read_metrics
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.loop import RunResult
 
 SMALL_RUN: dict[str, Any] = {

@@ -22,8 +22,9 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.base_model import read_base
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import load_adapter
-from tightfit.models.loading import checkpoints_of, load_model, source_spec, weights_path
+from tightfit.models.loading import load_model, source_spec, weights_path
 from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.resolve import checkpoints_of
 from tightfit.models.saving import export_adapter, export_model
 from tightfit.plan.plan import _from_json
 from tightfit.serve.config import EngineConfig

@@ -28,8 +28,9 @@ from tightfit.kernels.linear_distillation import DistillationTerms, linear_disti
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.initialisation import init_weights
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
 from tightfit.models.presets import preset
+from tightfit.models.resolve import checkpoints_of
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.cost import Costs

@@ -25,7 +25,8 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.launch.forked import start_server
 from tightfit.models.generate import Sampling, continue_text
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train import loop, stopping
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics

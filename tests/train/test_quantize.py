@@ -22,8 +22,9 @@ from tightfit.levers.fake_quantize import RoundedLinear, coded_weights, round_we
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.models.loading import checkpoints_of, load_model
+from tightfit.models.loading import load_model
 from tightfit.models.presets import preset
+from tightfit.models.resolve import checkpoints_of
 from tightfit.plan.plan import _from_json
 from tightfit.report.next_commands import next_commands
 from tightfit.train import loop

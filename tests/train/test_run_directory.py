@@ -19,7 +19,7 @@ import pytest
 from tests.train.jobs import ended_run, snapshot
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.report import run as report
 from tightfit.train import loop, run_directory
 from tightfit.train.checkpoints import directory

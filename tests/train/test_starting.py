@@ -17,7 +17,7 @@ from tightfit.cli import main as cli
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.paths import absolute, with_absolute_paths
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.plan.job import read_job
 from tightfit.train.checkpoints import room
 from tightfit.train.loop import run_job

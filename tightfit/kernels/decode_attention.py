@@ -60,8 +60,7 @@ def decode_attention(
     """
     B, (kv_heads, D) = qkv.shape[0], keys.shape[2:]
     pairs = B * kv_heads
-    assert keys.stride() == values.stride()
-    assert tables.stride(1) == qkv.stride(1) == 1 <= pairs <= counters.numel()
+    _check(qkv, keys, values, tables, counters)
     assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(pairs, tables.shape[1] * keys.shape[1], qkv.device)
     out = torch.empty((B, heads, D), device=qkv.device, dtype=qkv.dtype)
@@ -108,6 +107,13 @@ def decode_attention(
             **pdl(overlap),
         )
     return out
+
+
+def _check(qkv: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counters: Tensor) -> None:
+    """What the kernel takes for granted."""
+    assert keys.stride() == values.stride()
+    assert tables.stride(1) == qkv.stride(1) == 1
+    assert counters.numel() >= qkv.shape[0] * keys.shape[2]
 
 
 def decode_attention_eager(

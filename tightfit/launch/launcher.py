@@ -33,7 +33,7 @@ from tightfit.launch.endings import Ending, cause, ending_kept, read_ending, sen
 from tightfit.launch.forked import STOPPING, TRAINING, Forked
 from tightfit.launch.stopped import StoppedRanks
 from tightfit.launch.together import share_threads
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.plan.export.launch import torchrun
 from tightfit.train.checkpoints.directory import what_is_safe
 from tightfit.train.precision import choose_device

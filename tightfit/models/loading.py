@@ -34,7 +34,6 @@ from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
 from tightfit.models.quantized.holding import hold_in_codes, move_plain
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.resolve import checkpoints_of as checkpoints_of
 from tightfit.models.resolve import newest_checkpoint, refuse_adapter, resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer

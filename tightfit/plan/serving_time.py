@@ -27,8 +27,9 @@ from tightfit.plan.serving_step import Step, layer_params, moved_elements
 
 HIDDEN_SHARE = 0.6
 LAYER_LAUNCH_S = 22e-6
+"""What a layer's kernels take to begin and end, where a step has several tokens."""
 LAYER_LAUNCH_ONE_S = 10e-6
-"""The same of one sequence's next token, whose kernels are fewer and begin early."""
+"""The same where it has one, for which kernels are fewer and begin while those before them end."""
 FIRST_TOKEN_HOST_S = 0.25e-3
 ELEMENT_BYTES = 2
 FEW_TOKENS = 16

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 
 InferencePrecision = Literal["auto", "fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,7 +26,7 @@ from tightfit.durable import discard_directory, durable_file, flush, refuse_unwr
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.paths import JOB_FILE, MARK, is_run_file
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 from tightfit.train.metrics import METRICS_FILE
 from tightfit.writer_lock import locked, refuse_if_locked
 

@@ -35,7 +35,8 @@ from tightfit.models.base_model import BaseModel
 from tightfit.models.checksums import verify, write_checksums
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import load_weights, stored_dtype
-from tightfit.models.loading import checkpoints_of, has_sharded, verify_weights
+from tightfit.models.loading import has_sharded, verify_weights
+from tightfit.models.resolve import checkpoints_of
 from tightfit.models.saving import write_config, write_model
 from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec

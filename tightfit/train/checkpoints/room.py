@@ -13,7 +13,7 @@ from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
-from tightfit.models.loading import checkpoints_of
+from tightfit.models.resolve import checkpoints_of
 
 
 def checkpoint_bytes(workload: Workload, levers: Levers, *, versions: int = 1) -> int:
