@@ -112,7 +112,7 @@ def launch_everything(card: Card) -> None:
     ops, dtype = torch.ops.tightfit, card.narrow
     x, weight = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, dtype=dtype)
     for bias, residual, centred in card.some((None, None, False), (weight, x, True)):
-        _, _, stats = ops.row_norm(x, weight, bias, residual, 1e-6, 0.0, centred)
+        _, _, stats = ops.row_norm(x, weight, bias, residual, 1e-6, 0.0, centred, card.capability >= 90)
         ops.row_norm_backward(x, residual, x, weight, stats, 0.0, 2 if centred else 1)
     for activation in card.some(*tightfit.kernels.glu.ACTIVATIONS):
         ops.glu_backward(x, x, x, activation)

@@ -129,8 +129,8 @@ def test_same_inputs_same_bits() -> None:
 def test_registered_properly() -> None:
     x, residual, weight = (t.requires_grad_() for t in inputs((5, 12), torch.float32))
     op = torch.ops.tightfit.row_norm.default
-    torch.library.opcheck(op, (x, weight, None, None, EPS, 1.0, False))
-    torch.library.opcheck(op, (x, weight, weight.detach().clone().requires_grad_(), residual, EPS, 0.0, True))
+    torch.library.opcheck(op, (x, weight, None, None, EPS, 1.0, False, False))
+    torch.library.opcheck(op, (x, weight, weight.detach().clone().requires_grad_(), residual, EPS, 0.0, True, False))
 
 
 def test_inside_compile_checkpoint_and_autocast() -> None:

@@ -64,8 +64,8 @@ def test_a_cpu_starts_none() -> None:
     assert start_compiler("cpu") is None
 
 
-@pytest.mark.parametrize(("name", "layers"), [("tiny-llama", 1), ("tiny-mistral", 1)])
-def test_equal_layers_are_shown_by_one(name: str, layers: int) -> None:
+@pytest.mark.parametrize(("name", "layers"), [("tiny-llama", 2), ("tiny-mistral", 2)])
+def test_equal_layers_are_shown_by_one_and_the_last(name: str, layers: int) -> None:
     spec = resolve_spec(name)
     cache = make_cache(spec, 3, 16, torch.device("cpu"), torch.float32)
     runner = Runner(Decoder(spec), cache, 32, 2)

@@ -38,7 +38,7 @@ def layer_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y over the last dimension of x [..., W], of any strides; with `residual` [..., W], y and s = x + residual."""
     if use_triton(impl, x) and x.shape[-1] <= WIDEST:
-        y, s, _ = row_norm(x, weight, bias, residual, eps, 0.0, True)
+        y, s, _ = row_norm(x, weight, bias, residual, eps, 0.0, True, False)
         return y if residual is None else (y, s)
     s = x if residual is None else x + residual
     y = F.layer_norm(s, weight.shape, weight, bias, eps)

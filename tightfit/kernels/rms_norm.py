@@ -19,15 +19,36 @@ from tightfit.kernels.triton_support import Impl, use_triton
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: float = ..., residual: None = None, impl: Impl = ...
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = ...,
+    residual: None = None,
+    overlap: bool = ...,
+    impl: Impl = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: float = ..., residual: Tensor, impl: Impl = ...
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = ...,
+    residual: Tensor,
+    overlap: bool = ...,
+    impl: Impl = ...,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, offset: float = ..., residual: Tensor | None = ..., impl: Impl = ...
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = ...,
+    residual: Tensor | None = ...,
+    overlap: bool = ...,
+    impl: Impl = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,
@@ -36,11 +57,15 @@ def rms_norm(
     *,
     offset: float = 0.0,
     residual: Tensor | None = None,
+    overlap: bool = False,
     impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y over the last dimension of x [..., W], of any strides; with `residual` [..., W], y and s = x + residual."""
+    """y over the last dimension of x [..., W], of any strides; with `residual` [..., W], y and s = x + residual.
+
+    With `overlap` (kernels/overlap.py) the kernel may begin while the one before it ends.
+    """
     if use_triton(impl, x) and x.shape[-1] <= WIDEST:
-        y, s, _ = row_norm(x, weight, None, residual, eps, offset, False)
+        y, s, _ = row_norm(x, weight, None, residual, eps, offset, False, overlap)
         return y if residual is None else (y, s)
     if residual is None:
         return _plain(x, weight, eps, offset)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.kernels.operators import as_rows, below_autograd, empty_like, multiprocessors, on_device_of, operator
+from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import tl, triton
 
 WIDEST = 65_536
@@ -56,13 +57,18 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     CENTRED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    launch_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     in_row = col < width
     here = in_row & (row < rows)
+    if OVERLAP:
+        weight = tl.load(weight_ptr + col, mask=in_row, other=0)
+    wait_for_previous(OVERLAP)
     s = tl.load(x_ptr + row * x_stride + col, mask=here, other=0).to(tl.float32)
     if HAS_RESIDUAL:
         s += tl.load(residual_ptr + row * residual_stride + col, mask=here, other=0).to(tl.float32)
@@ -75,7 +81,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         tl.store(stats_ptr + rows + row, mean, mask=row < rows)
     rstd = tl.rsqrt(tl.sum(s * s, 1, keep_dims=True) / width + eps)
     tl.store(stats_ptr + row, rstd, mask=row < rows)
-    y = s * rstd * (tl.load(weight_ptr + col, mask=in_row, other=0).to(tl.float32) + offset)
+    if not OVERLAP:  # otherwise registers would hold it all along
+        weight = tl.load(weight_ptr + col, mask=in_row, other=0)
+    y = s * rstd * (weight.to(tl.float32) + offset)
     if HAS_BIAS:
         y += tl.load(bias_ptr + col, mask=in_row, other=0).to(tl.float32)
     tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=here)
@@ -202,7 +210,14 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def _forward_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, offset: float, centred: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    centred: bool,
+    overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, s = x + residual (empty without one), and what is kept per row: r, then μ where centred."""
     stats = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
@@ -213,9 +228,16 @@ def _forward_fake(
 
 
 def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float, offset: float, centred: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    centred: bool,
+    overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, s, stats = _forward_fake(x, weight, bias, residual, eps, offset, centred)
+    y, s, stats = _forward_fake(x, weight, bias, residual, eps, offset, centred, overlap)
     if not y.numel():
         return y, s, stats
     x, extra = as_rows(x), None if residual is None else as_rows(residual)
@@ -239,9 +261,11 @@ def _forward(
             CENTRED=centred,
             HAS_RESIDUAL=extra is not None,
             HAS_BIAS=bias is not None,
+            OVERLAP=overlap,
             ROWS=tiles.rows,
             COLS=tiles.cols,
             num_warps=tiles.warps,
+            **pdl(overlap),
         )
     return y, s, stats
 
@@ -305,9 +329,10 @@ class _RowNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         centred: bool,
+        overlap: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with below_autograd():
-            y, s, stats = row_norm(x, weight, bias, residual, eps, offset, centred)
+            y, s, stats = row_norm(x, weight, bias, residual, eps, offset, centred, overlap)
         ctx.save_for_backward(x if residual is None else s, weight, stats)
         ctx.offset, ctx.dtypes = offset, (x.dtype, None if residual is None else residual.dtype)
         ctx.mark_non_differentiable(stats)
@@ -330,7 +355,7 @@ class _RowNorm(torch.autograd.Function):
             d_weight = d_affine[0] if needs_weight else None
             d_bias = d_affine[1] if needs_bias else None
         d_residual = None if dx is None or residual_dtype is None else dx.to(residual_dtype)
-        return None if dx is None else dx.to(x_dtype), d_weight, d_bias, d_residual, None, None, None
+        return None if dx is None else dx.to(x_dtype), d_weight, d_bias, d_residual, None, None, None, None
 
 
 _row_norm_backward = operator(
@@ -340,8 +365,8 @@ _row_norm_backward = operator(
     _backward_fake,
 )
 row_norm = operator(
-    "row_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float eps, float offset, bool centred)"
-    " -> (Tensor, Tensor, Tensor)",
+    "row_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float eps, float offset, bool centred,"
+    " bool overlap) -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
     _RowNorm,

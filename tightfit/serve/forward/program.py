@@ -1,7 +1,8 @@
 """The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
-after it. One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope, activations
+after it. Some sequences, one token each: seven kernels of our own a layer, of which each begins while the one before
+it ends (kernels/few_rows.py). One token on a GPU (decoding): five of them a layer, in which norms, rope, activations
 and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
 """
 
@@ -42,18 +43,20 @@ class Program:
     ) -> None:
         spec = model.spec
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
-        self.layers = join_layers(model, half=half)
-        self.final_norm, self.head = Norm.of(model.norm, spec), join([model.head], half=half)
+        self.overlap = overlap and can_overlap(model.embed.weight.device)
+        self.layers = join_layers(model, half=half, overlap=self.overlap)
+        self.final_norm = Norm.of(model.norm, spec, overlap=self.overlap)
+        self.head = join([model.head], half=half, overlap=self.overlap)
         self.on_gpu = use_triton("auto", model.embed.weight)
         self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
         self.on_cpu = self.final_norm.on_cpu
-        self.overlap = overlap and can_overlap(model.embed.weight.device)
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
 
     def shortened(self) -> "Program":
-        """The same with as few of the first layers as have every kind of them."""
+        """The same with as few of the first layers as have every kind of them, and one more: the last does some of its
+        work for fewer rows."""
         short, kinds = copy(self), [layer.kind for layer in self.layers]
-        short.layers = self.layers[: 1 + max(kinds.index(kind) for kind in kinds)]
+        short.layers = self.layers[: 2 + max(kinds.index(kind) for kind in kinds)]
         return short
 
     def states(self, step: Step) -> Tensor:
@@ -138,7 +141,7 @@ class Program:
         )
         return self.cache.attend_stored(step, layer.index, query, **layer.attention).flatten(1)
 
-    def decode(self, qkv: Tensor, layer: JointLayer, step: Step, overlap: bool = False) -> Tensor:
+    def decode(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
         """The same in one kernel where every sequence has one token."""
         keys, values = self.cache.storage[layer.index]
         cos, sin = self.ropes.fixed[layer.rope]
@@ -155,7 +158,7 @@ class Program:
             scale=layer.attention["scale"],
             window=layer.attention["window"],
             softcap=layer.attention.get("softcap"),
-            overlap=overlap,
+            overlap=self.overlap,
             **_kernel_norms(layer),
         )
         return mixed.flatten(1)
@@ -165,7 +168,7 @@ class Program:
         overlap, activation = self.overlap, self.spec.activation
         for layer in self.layers:
             qkv = layer.qkv.one_token(x, Fused(norm=layer.attention_norm, overlap=overlap))
-            mixed = self.decode(qkv, layer, step, overlap)
+            mixed = self.decode(qkv, layer, step)
             x = layer.o.one_token(mixed, Fused(residual=x, overlap=overlap))
             inner = layer.gate_up.one_token(x, Fused(norm=layer.mlp_norm, activation=activation, overlap=overlap))
             x = layer.down.one_token(inner, Fused(residual=x, overlap=overlap))

@@ -98,36 +98,37 @@ def _is_plain(linears: Sequence[nn.Module]) -> bool:
 
 
 @torch.no_grad()
-def join_layers(model: Decoder, *, half: bool) -> list[JointLayer]:
-    """The layers of `model`, whose parameters are views of joint ones from here on; with `half` read in 16 bits."""
-    return [_joined(index, layer, model.spec, half) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
+def join_layers(model: Decoder, *, half: bool, overlap: bool) -> list[JointLayer]:
+    """The layers of `model`, whose parameters are views of joint ones from here on; with `half` read in 16 bits,
+    with `overlap` by kernels that begin while the one before them ends."""
+    return [_joined(index, layer, model.spec, half, overlap) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
 
 
-def _joined(index: int, layer: Layer, spec: ModelSpec, half: bool) -> JointLayer:
+def _joined(index: int, layer: Layer, spec: ModelSpec, half: bool, overlap: bool) -> JointLayer:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, Mlp)
     assert mlp.gate is not None
     assert attention.rope is not None
     return JointLayer(
         index=index,
-        attention_norm=Norm.of(layer.attention_norm, spec),
-        qkv=join((attention.q, attention.k, attention.v), half=half),
-        q_norm=None if attention.q_norm is None else Norm.of(attention.q_norm, spec),
-        k_norm=None if attention.k_norm is None else Norm.of(attention.k_norm, spec),
-        o=join((attention.o,), half=half),
-        mlp_norm=Norm.of(layer.mlp_norm, spec),
-        gate_up=join((mlp.gate, mlp.up), half=half),
-        down=join((mlp.down,), half=half),
+        attention_norm=Norm.of(layer.attention_norm, spec, overlap=overlap),
+        qkv=join((attention.q, attention.k, attention.v), half=half, overlap=overlap),
+        q_norm=None if attention.q_norm is None else Norm.of(attention.q_norm, spec, overlap=overlap),
+        k_norm=None if attention.k_norm is None else Norm.of(attention.k_norm, spec, overlap=overlap),
+        o=join((attention.o,), half=half, overlap=overlap),
+        mlp_norm=Norm.of(layer.mlp_norm, spec, overlap=overlap),
+        gate_up=join((mlp.gate, mlp.up), half=half, overlap=overlap),
+        down=join((mlp.down,), half=half, overlap=overlap),
         rope=attention.rope,
         attention={"scale": attention.scale, "window": attention.window, "softcap": attention.softcap},
     )
 
 
-def join(linears: Sequence[nn.Linear], *, half: bool = False) -> Weight:
+def join(linears: Sequence[nn.Linear], *, half: bool = False, overlap: bool = False) -> Weight:
     """The weights of layers of one input, one above the other, and their biases."""
     bias = None if linears[0].bias is None else _join_parameters(linears, "bias")
     if _is_plain(linears):
-        plain = PlainWeight(_join_parameters(linears, "weight"), bias)
+        plain = PlainWeight(_join_parameters(linears, "weight"), bias, overlap)
         return halved(plain) if half else plain
     bases: Any = [base_of(linear) for linear in linears]
     kind = next(kind for kind in CODED if kind.takes(bases))

@@ -38,26 +38,28 @@ class Norm:
     eps: float
     offset: float
     on_cpu: bool
+    overlap: bool
+    """Let its kernel begin while the one before it ends."""
     row_norm: RowNorm | None
 
     @classmethod
-    def of(cls, norm: nn.Module, spec: ModelSpec) -> Self:
+    def of(cls, norm: nn.Module, spec: ModelSpec, *, overlap: bool) -> Self:
         """That of a module of a model of `spec`."""
         weight, offset = norm.weight, 1.0 if spec.norm == "rms_plus_one" else 0.0
         assert isinstance(weight, Tensor)
         on_cpu = weight.device.type == "cpu" and not use_triton("auto", weight)
         row_norm = RowNorm.of(weight, offset, spec.norm_eps) if on_cpu and weight.dtype == torch.float32 else None
-        return cls(weight, spec.norm_eps, offset, on_cpu, row_norm)
+        return cls(weight, spec.norm_eps, offset, on_cpu, overlap, row_norm)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Of x [..., W]."""
         if self.row_norm is not None:
             return self.row_norm(x)
-        return rms_norm(x, self.weight, self.eps, offset=self.offset)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, overlap=self.overlap)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Of x + residual, and that sum."""
         if self.on_cpu:
             s = x + residual
             return self(s), s
-        return rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, residual=residual, overlap=self.overlap)

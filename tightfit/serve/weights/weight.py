@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.kernels.decode_linear import decode_linear
+from tightfit.kernels.few_rows import few_rows, takes_few_rows
 from tightfit.kernels.glu import glu
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import Activation
@@ -69,9 +70,18 @@ class PlainWeight(Weight):
 
     matrix: Tensor
     bias: Tensor | None
+    overlap: bool = False
+    """Let kernels for few tokens begin while the one before them ends."""
 
     def product(self, x: Tensor) -> Tensor:
+        if takes_few_rows(x, self.matrix):
+            return few_rows(x, self.matrix, self.bias, overlap=self.overlap)
         return F.linear(x, self.matrix, self.bias)
+
+    def gated_product(self, x: Tensor, activation: Activation) -> Tensor:
+        if takes_few_rows(x, self.matrix):
+            return few_rows(x, self.matrix, self.bias, activation, overlap=self.overlap)
+        return super().gated_product(x, activation)
 
     def one_token(self, x: Tensor, fused: Fused) -> Tensor:
         kept: dict[str, Any] = {"bias": self.bias, "out_dtype": fused.out_dtype, **fused.around}
