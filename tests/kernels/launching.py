@@ -10,10 +10,11 @@ Of the variants of a kernel each card gets some, so that two cards together get 
 import re
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tightfit.kernels.adamw
 import tightfit.kernels.adamw8bit
@@ -21,6 +22,7 @@ import tightfit.kernels.adamw_list
 import tightfit.kernels.clip_estimate
 import tightfit.kernels.decode_attention
 import tightfit.kernels.decode_linear
+import tightfit.kernels.few_rows
 import tightfit.kernels.flash_blocks
 import tightfit.kernels.fp8_mlp
 import tightfit.kernels.fp8_quantize
@@ -44,6 +46,7 @@ import tightfit.kernels.row_norm
 import tightfit.kernels.split_sum
 from tests.kernels.compiling import compile_flash_attention
 from tightfit.kernels.triton_support import triton
+from tightfit.models.spec import Activation
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -84,15 +87,20 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capabilit
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[(index,)] = "constexpr", value
             continue
-        signature[parameter.name] = (
-            TYPES[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
-        )
+        signature[parameter.name] = _kind(value)
         if isinstance(value, Tensor) or (
             isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
         ):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def _kind(value: Any) -> str:
+    """What Triton calls an argument."""
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+    return TYPES[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
 
 
 def catch_launches(capability: int) -> None:
@@ -162,7 +170,7 @@ def launch_codes(x: Tensor) -> None:
 
 
 def launch_coded_products(dtype: torch.dtype) -> None:
-    """Products with a weight of 8-bit floats or integers, of one token, of several and of many."""
+    """Products with a weight of 8-bit floats or integers, of one token, of several and of many; of 16 bits, of some."""
     codes, scale, x = torch.ones(64, 512).to(torch.float8_e4m3fn), torch.ones(64), torch.ones(3, 512, dtype=dtype)
     tightfit.kernels.fp8_vector.fp8_vector(x[:1], codes, scale, norm=x[0], activation="silu", overlap=True)
     rows = tightfit.kernels.fp8_rows
@@ -171,6 +179,11 @@ def launch_coded_products(dtype: torch.dtype) -> None:
             x, codes, scale, rows.Fp8Tile(block_m=16, block_n=64, block_k=128, split=split, stages=4, warps=4)
         )
     rows.expand_fp8(codes, scale, dtype)
+    few, tokens_16 = tightfit.kernels.few_rows, torch.ones(17, 512, dtype=dtype)
+    cases: tuple[tuple[Activation | Literal[""], int], ...] = (("silu", 1), ("", 2))
+    for activation, shares in cases:
+        share = few.Cut(block_n=128, block_k=64, shares=shares)
+        few.launch_few_rows(tokens_16, torch.ones(256, 512, dtype=dtype), tokens_16[0, :256], activation, True, share)
     integers = tightfit.kernels.int8_matmul
     for tokens, known, split in ((3, None, 2), (200, scale[:1], 1)):
         q, row_scale = integers.round_rows(torch.ones(tokens, 512, dtype=dtype), known)

@@ -1,4 +1,4 @@
-"""Products of a few tokens, their inputs shared among programs or not, with what may stand after them, against eager."""
+"""Products of a few tokens, inputs shared among programs or not, with what may stand after them, against eager."""
 
 import pytest
 import torch
