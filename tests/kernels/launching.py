@@ -179,11 +179,10 @@ def launch_coded_products(dtype: torch.dtype) -> None:
             x, codes, scale, rows.Fp8Tile(block_m=16, block_n=64, block_k=128, split=split, stages=4, warps=4)
         )
     rows.expand_fp8(codes, scale, dtype)
-    few, tokens_16 = tightfit.kernels.few_rows, torch.ones(17, 512, dtype=dtype)
-    cases: tuple[tuple[Activation | Literal[""], int], ...] = (("silu", 1), ("", 2))
-    for activation, shares in cases:
-        share = few.Cut(block_n=128, block_k=64, shares=shares)
-        few.launch_few_rows(tokens_16, torch.ones(256, 512, dtype=dtype), tokens_16[0, :256], activation, True, share)
+    few, wide = torch.ones(17, 512, dtype=dtype), torch.ones(256, 512, dtype=dtype)
+    activations: tuple[Activation | Literal[""], ...] = ("silu", "")
+    for activation in activations:
+        tightfit.kernels.few_rows.few_rows(few, wide, few[0, :256], activation, overlap=True)
     integers = tightfit.kernels.int8_matmul
     for tokens, known, split in ((3, None, 2), (200, scale[:1], 1)):
         q, row_scale = integers.round_rows(torch.ones(tokens, 512, dtype=dtype), known)

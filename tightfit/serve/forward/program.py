@@ -1,9 +1,9 @@
 """The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
-after it. Some sequences, one token each: seven kernels of our own a layer, of which each begins while the one before
-it ends (kernels/few_rows.py). One token on a GPU (decoding): five of them a layer, in which norms, rope, activations
-and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
+after it. Some sequences, one token each: norms and attention begin while the kernel before them ends, and so do tall
+products (kernels/few_rows.py). One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope,
+activations and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
 """
 
 from copy import copy
