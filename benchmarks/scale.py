@@ -265,7 +265,10 @@ def rehearse_apart(one: Chosen, stage: int, seconds: float) -> str:
     words = json.dumps([one.case, one.layout.model_dump(), one.levers.model_dump(), stage])
     try:
         done = subprocess.run(
-            [sys.executable, __file__, "--stage", words], capture_output=True, text=True, timeout=seconds
+            [sys.executable, "-m", "benchmarks.scale", "--stage", words],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         print(f"{one.case}, {one.how}, stage {stage}: no rehearsal within {seconds:.0f} s")
