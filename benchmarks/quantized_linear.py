@@ -2,7 +2,9 @@
 
 Every call reads other memory than the one before (weights rotate through more than the L2 cache holds), as in a model.
 `copy_gb_s` is the copy bandwidth measured in the same run, `read_gb_s` what the weight alone is read at. Appends to
-benchmarks/results/quantized_linear.csv; about a minute on an H200.
+benchmarks/results/quantized_linear.csv. On an H200 about a minute, mostly for compiling, which one process for each row
+count does faster (`--rows 1 --rounds 1 --results elsewhere` and so on, before). Ours are measured before others are
+made: nothing that those do can take these rows away.
 
     python -m benchmarks.quantized_linear
     python -m benchmarks.quantized_linear --tiny --device cpu      # checks that everything runs
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.quantized_peers import Made, Product, peers
+from benchmarks.quantized_peers import COMPILED, COMPILED_ROWS, Made, Product, peers, told
 from benchmarks.rows import RESULTS, append_row
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
@@ -28,10 +30,16 @@ from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
-ROWS = (1, 4, 16, 64, 256, 2048)
+ROWS = (1, 4, 16, 64, 128, 256, 2048)
+SHAPES = ((4096, 14336), (14336, 4096))
+"""Inputs and outputs: up and down in the layers of Llama-3.1-8B."""
+TINY = ((128, 256), (256, 128))
+GROUP = 128
 SPREAD_BYTES = 256 * 2**20
 """Weights in rotation together: several times the L2 cache."""
 TURNS = 4
+MOST_SECONDS = 0.5
+"""Of one median, where calls are slow."""
 
 
 def coded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -99,8 +107,8 @@ def milliseconds(calls: list[Product], x: Tensor, rounds: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls * TURNS:
             call(x)
-    found = []
-    for _ in range(rounds):
+    found: list[float] = []
+    while len(found) < rounds and sum(found) * len(calls) * TURNS < 1e3 * MOST_SECONDS:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
@@ -117,48 +125,91 @@ def copy_gb_s(device: torch.device) -> float:
     return 2 * source.nbytes / milliseconds([lambda x: target.copy_(source)], source, 20) / 1e6
 
 
+class Bench:
+    """Products of the weights of all shapes on one device, and where the rows go."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.device = arguments, torch.device(arguments.device)
+        self.began = perf_counter()
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.copy_gb_s = copy_gb_s(self.device)
+        self.rows = arguments.rows or (ROWS[:3] if arguments.tiny else ROWS)
+        torch.manual_seed(0)
+        self.weights = {shape: self._weights(*shape) for shape in (TINY if arguments.tiny else SHAPES)}
+        self.found: dict[tuple[int, int], dict[str, dict[int, float]]] = {shape: {} for shape in self.weights}
+
+    def _weights(self, inputs: int, outputs: int) -> list[Tensor]:
+        """As many as do not fit into the cache, also in 4 bits."""
+        count = 2 if self.arguments.tiny else max(SPREAD_BYTES // (inputs * outputs // 2), 2)
+        return [torch.randn(outputs, inputs, device=self.device, dtype=self.dtype) * 0.02 for _ in range(count)]
+
+    def own(self) -> None:
+        """Ours and torch's."""
+        for shape, weights in self.weights.items():
+            made = [products(weight, GROUP) for weight in weights]
+            for name in made[0]:
+                for rows in self.rows:
+                    self.measure(name, shape, rows, [each[name] for each in made])
+
+    def others(self) -> None:
+        """Those of other packages, one after the other; what compiles for seconds at fewer numbers of rows."""
+        for name, make in peers(GROUP):
+            chosen = [rows for rows in self.rows if COMPILED not in name or rows in COMPILED_ROWS]
+            for shape, weights in self.weights.items():
+                made: list[Made] = []
+                with told(f"{name} refuses {shape[0]} x {shape[1]}"):
+                    made = [make(weight, GROUP) for weight in weights]
+                for rows in chosen if made else ():
+                    with told(f"{name} refuses {rows} x {shape[0]} x {shape[1]}"):
+                        self.measure(name, shape, rows, made)
+
+    def measure(self, name: str, shape: tuple[int, int], rows: int, made: list[Made]) -> None:
+        """One row of the table, unless time is up."""
+        if perf_counter() - self.began > self.arguments.budget:
+            print(f"{name}, {rows} x {shape[0]} x {shape[1]} is passed over: no time is left", flush=True)
+            return
+        torch.manual_seed(rows)
+        x = torch.randn(rows, shape[0], device=self.device, dtype=self.dtype)
+        row = measured(name, made, x, F.linear(x, self.weights[shape][0]).float(), self.arguments.rounds)
+        row["copy_gb_s"] = round(self.copy_gb_s, 1)
+        self.found[shape].setdefault(name, {})[rows] = row["ms"]
+        print(*(row[key] for key in ("shape", "implementation", "ms", "read_gb_s", "relative_error")), flush=True)
+        if not self.arguments.tiny:
+            append_row("quantized_linear", row, folder=self.arguments.results, commit=self.arguments.commit)
+
+    def show(self) -> None:
+        """Microseconds, a line a product and a column a number of rows."""
+        for (inputs, outputs), found in self.found.items():
+            print(f"\n{f'us, rows x {inputs} x {outputs}':50}", *(f"{rows:8}" for rows in self.rows))
+            for name, taken in found.items():
+                cells = (f"{taken[rows] * 1e3:8.1f}" if rows in taken else " " * 8 for rows in self.rows)
+                print(f"{name:50}", *cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small shapes, nothing recorded")
+    parser.add_argument("--rows", type=int, action="append", help="these numbers of rows alone")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which nothing further is measured")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    inputs, outputs = (128, 256) if arguments.tiny else (4096, 14336)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    bandwidth = copy_gb_s(device)
-    torch.manual_seed(0)
-    count = 2 if arguments.tiny else max(SPREAD_BYTES // (inputs * outputs // 2), 2)
-    group = 128 if inputs % 128 == 0 else 32
-    weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) * 0.02 for _ in range(count)]
-    own = [products(weight, group) for weight in weights]
-    every = [made | dict(peers(weight, group)) for made, weight in zip(own, weights, strict=True)]
-    for rows in ROWS[:3] if arguments.tiny else ROWS:
-        x = torch.randn(rows, inputs, device=device, dtype=dtype)
-        wanted = every[0]["bf16"][0](x).float()
-        for name in every[0]:
-            try:
-                row = measured(name, every, x, wanted, arguments.rounds)
-            except RuntimeError as problem:
-                if name in own[0]:
-                    raise
-                print(f"{name} refuses {rows} rows: {str(problem).splitlines()[0]}", flush=True)
-                continue
-            row |= {"copy_gb_s": round(bandwidth, 1), "device": str(device)}
-            shown = ("shape", "implementation", "ms", "read_gb_s", "relative_error")
-            print({key: row[key] for key in shown}, flush=True)
-            if not arguments.tiny:
-                append_row("quantized_linear", row, folder=arguments.results, commit=arguments.commit)
+    with torch.no_grad():
+        bench = Bench(parser.parse_args())
+        try:
+            bench.own()
+            bench.others()
+        finally:
+            bench.show()
 
 
-def measured(name: str, sets: list[dict[str, Made]], x: Tensor, wanted: Tensor, rounds: int) -> dict[str, Any]:
-    """A row of the table, of the product of that name by the weights of all sets in turn."""
+def measured(name: str, sets: list[Made], x: Tensor, wanted: Tensor, rounds: int) -> dict[str, Any]:
+    """A row of the table, of the products of that name by all weights in turn."""
     (rows, inputs), outputs = x.shape, wanted.shape[1]
-    call, held = sets[0][name]
+    call, held = sets[0]
     error = float((call(x).float() - wanted).norm() / wanted.norm())
-    took = milliseconds([each[name][0] for each in sets], x, rounds)
+    took = milliseconds([call for call, _ in sets], x, rounds)
     return {
         "shape": f"{rows} x {inputs} x {outputs}",
         "rows": rows,

@@ -1,8 +1,7 @@
 """Plans on paper: 70B on 64 H100, 405B on 1 024 and 16 384, and layouts that others have published figures for.
 
-Everything is computed: memory of every pipeline stage by the closed forms and, where tightfit can train the layout, by
-rehearsing the step of some stages on fake tensors; time by the planner's model. Each question is asked twice, of all
-that can be planned and of what `tightfit train` runs. Published layouts are not searched for but costed as they were.
+Everything is computed: memory of every pipeline stage by the closed forms and, of some stages, by rehearsing the step
+on fake tensors; time by the planner's model. Published layouts are not searched for but costed as they were.
 Rows go to benchmarks/results/scale.csv (a layout each) and scale_stages.csv (a pipeline stage each); docs/scale.md is
 made from the newest rows of each case.
 
@@ -23,15 +22,12 @@ from benchmarks.rows import RESULTS, append_row
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.refusals import refused_by_trainer
-from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.presets import preset
 from tightfit.plan.answer import Question, answer, make_workload
-from tightfit.plan.batch import batch_of
 from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_layout, describe_levers
 from tightfit.plan.search.pins import parse_pins
@@ -167,38 +163,17 @@ class Chosen:
     levers: Levers
 
 
-def chosen(name: str, case: Case) -> Iterator[Chosen]:
-    """The planner's pick of all and of what can be trained; or the published layout."""
+def chosen(name: str, case: Case) -> Chosen:
+    """The planner's pick, of what the case leaves open; or the published layout."""
     machine = parse_machine(case.on)
     workload = make_workload(
         preset(case.model), machine, sequence_length=case.sequence_length, rows=case.rows, precision="bf16"
     )
     if case.layout is not None:
-        yield Chosen(name, "published", workload, machine, case.layout, case.levers)
-        return
-    if not case.pins:
-        plan = answer(Question(model=case.model, workload=workload, machine=machine)).plan
-        yield Chosen(name, "planned", workload, machine, plan.layout, plan.levers)
-    pins = parse_pins(case.pins)
-    answered = answer(Question(model=case.model, workload=workload, machine=machine, pins=pins))
-    found = [(answered.plan.layout, answered.plan.levers)]
-    found += [(each.layout, each.levers) for each in answered.alternatives]
-    layout, levers = next(each for each in found if trains(workload, *each))
-    yield Chosen(name, "trainable", workload, machine, layout, levers)
-
-
-def trains(workload: Workload, layout: Layout, levers: Levers) -> bool:
-    """Whether `tightfit train` takes this layout."""
-    accumulation = batch_of(workload, layout).accumulation
-    run = Run(
-        layout=layout,
-        levers=levers,
-        precision=workload.precision,
-        accumulation=accumulation,
-        spec=workload.spec,
-        sequence_length=workload.sequence_length,
-    )
-    return refused_by_trainer(run) is None
+        return Chosen(name, "published", workload, machine, case.layout, case.levers)
+    question = Question(model=case.model, workload=workload, machine=machine, pins=parse_pins(case.pins))
+    plan = answer(question).plan
+    return Chosen(name, "pinned" if case.pins else "planned", workload, machine, plan.layout, plan.levers)
 
 
 def token_flops(workload: Workload) -> float:
@@ -240,9 +215,9 @@ def row_of(one: Chosen) -> dict[str, Any]:
 
 
 def _parts(time: StepTime) -> dict[str, float]:
-    """By column: waiting for launches and for the slowest card, and a teacher's forward, count as compute."""
+    """By column: waiting for launches and a teacher's forward count as compute."""
     parts = asdict(time)
-    parts["compute_s"] += sum(parts.pop(name) for name in ("launch_s", "straggler_s", "teacher_s"))
+    parts["compute_s"] += sum(parts.pop(name) for name in ("launch_s", "teacher_s"))
     return parts
 
 
@@ -252,12 +227,12 @@ def stage_bytes(ledger: Ledger, stage: int) -> int:
 
 
 def stage_rows(one: Chosen, seconds: float) -> Iterator[dict[str, Any]]:
-    """Every stage by formula; the first and the last by rehearsal too, where the layout trains and there is time."""
+    """Every stage by formula; the first and the last of a plan by rehearsal too, where there is time."""
     ledger = training_ledger(one.workload, one.layout, one.levers)
     layout = one.layout
     shape = layout.pipeline, layout.stages_per_rank
     counts = layer_counts(one.workload.spec, one.workload.sequence_length, *shape, in_v=layout.in_v)
-    rehearsed = {0, one.layout.pipeline - 1} if seconds and trains(one.workload, one.layout, one.levers) else set()
+    rehearsed = {0, one.layout.pipeline - 1} if seconds and one.how != "published" else set()
     for stage, layers in enumerate(counts):
         formula = f"{stage_bytes(ledger, stage) / 2**30:.1f}"
         before = rehearsed_before(one, stage, formula)
@@ -290,7 +265,10 @@ def rehearse_apart(one: Chosen, stage: int, seconds: float) -> str:
     words = json.dumps([one.case, one.layout.model_dump(), one.levers.model_dump(), stage])
     try:
         done = subprocess.run(
-            [sys.executable, __file__, "--stage", words], capture_output=True, text=True, timeout=seconds
+            [sys.executable, "-m", "benchmarks.scale", "--stage", words],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
         print(f"{one.case}, {one.how}, stage {stage}: no rehearsal within {seconds:.0f} s")
@@ -316,7 +294,7 @@ def rehearse_stage(words: str) -> None:
     from tightfit.prove.rehearsal import rehearse, trace_training_step
 
     name, layout, levers, stage = json.loads(words)
-    workload = next(chosen(name, CASES[name])).workload
+    workload = chosen(name, CASES[name]).workload
     how = *fewer_replicas(workload, Layout.model_validate(layout)), Levers.model_validate(levers)
     if how[1].pipeline == 1:
         ledger = rehearse(*how)
@@ -337,17 +315,17 @@ def main() -> None:
     if options.stage:
         return rehearse_stage(options.stage)
     for name in options.case or CASES:
-        for one in chosen(name, CASES[name]):
-            row, stages = row_of(one), list(stage_rows(one, options.simulate))
-            print(
-                f"{name} ({one.how}): {row['layout']}; {row['levers']}; {row['step_s']} s, {row['peak_gib']} GiB, "
-                f"{row['tokens_per_second_per_gpu']} tok/s/GPU, MFU {row['mfu']}",
-                flush=True,
-            )
-            if not options.dry_run:
-                append_row("scale", row)
-                for stage in stages:
-                    append_row("scale_stages", stage)
+        one = chosen(name, CASES[name])
+        row, stages = row_of(one), list(stage_rows(one, options.simulate))
+        print(
+            f"{name} ({one.how}): {row['layout']}; {row['levers']}; {row['step_s']} s, {row['peak_gib']} GiB, "
+            f"{row['tokens_per_second_per_gpu']} tok/s/GPU, MFU {row['mfu']}",
+            flush=True,
+        )
+        if not options.dry_run:
+            append_row("scale", row)
+            for stage in stages:
+                append_row("scale_stages", stage)
 
 
 if __name__ == "__main__":

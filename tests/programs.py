@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.group import PRELOADED
 from tightfit.launch.forked import Forked
@@ -23,7 +24,7 @@ def run_forked(folder: Path, *arguments: str) -> tuple[int, str, str]:
     return call_forked(folder, run_main, *arguments)
 
 
-def call_forked(folder: Path, function: Callable[..., None], *arguments: str) -> tuple[int, str, str]:
+def call_forked(folder: Path, function: Callable[..., None], *arguments: Any) -> tuple[int, str, str]:
     """The same of a function that is called with `arguments`."""
     with Forked(1, _run, (str(folder), function, arguments), PRELOADED) as program:
         while program.wait():
@@ -33,7 +34,7 @@ def call_forked(folder: Path, function: Callable[..., None], *arguments: str) ->
     return code, stdout, stderr
 
 
-def _run(rank: int, folder: str, function: Callable[..., None], arguments: tuple[str, ...]) -> None:
+def _run(rank: int, folder: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     function(*arguments)

@@ -1,21 +1,26 @@
 """Records as tables: what one GPU trains, beside peers and predictions, from the rows of benchmarks/levers.py.
 
 The newest row of every way counts; what the planner picks is one way, whatever it picks. A prediction was made by the
-same program just before its step, so a row shows both.
+same program just before its step, so a row shows both; what today's costs say of the step stands beside them.
 """
 
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from tightfit.errors import UserError
+from tightfit.hardware.machine import parse_machine
+from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import COMPONENTS, Component, Place
 from tightfit.models.presets import preset
+from tightfit.plan.cost import Costs
+from tightfit.plan.search.pins import parse_pins
 
 Row = dict[str, str]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -61,7 +66,7 @@ def _key(row: Row, columns: Sequence[str]) -> tuple[str, ...]:
 def record_rows(path: Path) -> Table:
     """Every record beside its peers."""
     rows = read_rows(path, JOBS, ("case", "implementation", "levers", "fitted"))
-    header = ("job", "by", "step", "tokens/s", "GPU", "host", "predicted")
+    header = ("job", "by", "step", "tokens/s", "GPU", "host", "predicted", "costs today")
     return header, [_record(row) for row in rows if not _is_told_elsewhere(row)]
 
 
@@ -73,7 +78,7 @@ def _is_told_elsewhere(row: Row) -> bool:
 def _record(row: Row) -> Sequence[str]:
     job = JOBS[row["case"]].format(layers=row["layers"])
     if row["result"] != "ok":
-        return job, _way(row), row["result"], "–", "–", "–", _predicted(row)
+        return job, _way(row), row["result"], "–", "–", "–", _predicted(row), "–"
     return (
         job,
         _way(row),
@@ -82,6 +87,7 @@ def _record(row: Row) -> Sequence[str]:
         f"{float(row['peak_allocated_gib']):.1f} GiB",
         _host(row),
         _predicted(row),
+        _costs_today(row),
     )
 
 
@@ -110,6 +116,19 @@ def _predicted(row: Row) -> str:
     if not row["predicted_s"]:
         return "–"
     return f"{float(row['predicted_s']):.3g} s, {float(row['predicted_gib']):.1f} GiB"
+
+
+def _costs_today(row: Row) -> str:
+    """Seconds that `tightfit plan` says of the same step now, for a calibrated host."""
+    if not row["predicted_s"]:
+        return "–"
+    rows, length = int(row["rows"]), int(row["sequence_length"])
+    spec = preset(row["model"])
+    spec = replace(spec, max_positions=max(spec.max_positions, length), layers=int(row["layers"]))
+    precision = cast(PrecisionName, row["precision"])
+    workload = Workload(spec=spec, sequence_length=length, global_batch=rows, precision=precision)
+    levers = Levers(**parse_pins([f"levers.{each}" for each in row["levers"].split()]).levers)
+    return f"{Costs(workload, parse_machine('H200')).step(Layout(micro_batch=rows), levers).step_s:.3g} s"
 
 
 def allocator_rows(path: Path) -> Table:

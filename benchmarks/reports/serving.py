@@ -1,5 +1,6 @@
 """Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted beside what was measured."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,9 @@ CASES = {
     "start": "first start on a machine, s",
     "next start": "next start, s",
 }
+TOGETHER = ("one_stream_decode", "batch", "mixed", "prefill", "first_token")
+"""What both measure in one run; starts of ours are measured apart."""
+BESIDE = re.compile(r"beside ours at (\w+)")
 FEW = 100
 """Below this a number has a digit after its point."""
 STARTS = {"first": "start", "next": "next start"}
@@ -45,11 +49,33 @@ def newest_speeds(results: Path) -> dict[tuple[str, str], Row]:
     return speeds | starts
 
 
+def peer_speeds(results: Path) -> dict[tuple[str, str], Row]:
+    """The newest row of each model and case of vLLM."""
+    rows = read_rows(results / "serve_peers.csv")
+    return {(row["model"], row["case"]): row for row in rows if row["engine"].startswith("vLLM")}
+
+
+def beside(results: Path) -> str | None:
+    """The commit of ours that the newest rows of vLLM were measured beside, in one run on one machine."""
+    found = [BESIDE.search(row["note"]) for row in peer_speeds(results).values() if row["case"] in TOGETHER]
+    commits = {match[1] if match else None for match in found}
+    return commits.pop() if len(commits) == 1 else None
+
+
+def told_speeds(results: Path) -> dict[tuple[str, str], Row]:
+    """Ours as the page tells them: of the run with vLLM where there is one, else the newest."""
+    commit = beside(results)
+    together = {
+        (row["model"], row["case"]): row
+        for row in read_rows(results / "serve_speed.csv")
+        if row["dtype"] == DTYPE and row["case"] in TOGETHER and row["commit"] == commit
+    }
+    return newest_speeds(results) | together
+
+
 def speed_rows(results: Path) -> Table:
     """A row a case, and for each model ours and the peer's."""
-    ours = newest_speeds(results)
-    peers = read_rows(results / "serve_peers.csv")
-    theirs = {(row["model"], row["case"]): row for row in peers if row["engine"].startswith("vLLM")}
+    ours, theirs = told_speeds(results), peer_speeds(results)
     header = ["", *(name for title in MODELS.values() for name in (title, "vLLM"))]
     rows = [
         [title, *(_cell(found.get((model, case))) for model in MODELS for found in (ours, theirs))]
@@ -59,12 +85,19 @@ def speed_rows(results: Path) -> Table:
 
 
 def speed_commits(results: Path) -> str:
-    """Where our rows were measured."""
-    ours = newest_speeds(results)
+    """Where our rows were measured, and whether vLLM's were in the same run."""
+    ours = told_speeds(results)
     found = [ours[model, case] for model in MODELS for case in CASES if (model, case) in ours]
     commits = dict.fromkeys(f"`{row['commit']}`" for row in found)
     devices = dict.fromkeys(row["device"] for row in found)
-    return f"Ours on {', '.join(devices)} at {', '.join(commits)}."
+    engines = ", ".join(dict.fromkeys(row["engine"] for row in peer_speeds(results).values()))
+    together = beside(results)
+    run = (
+        f"by turns with ours at `{together}` in one run on one machine"
+        if together
+        else "the same workloads on such a card another day, not in one run with us"
+    )
+    return f"Ours on {', '.join(devices)} at {', '.join(commits)}. {engines} ran {run} (`serve_peers.csv`)."
 
 
 def _cell(row: Row | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.reports.records import LENGTHS, allocator_rows, curve_rows, long_rows, measured_at, record_rows
+from tests.plan.questions import planned
 from tightfit.errors import UserError
 
 COMMON = {
@@ -17,6 +18,10 @@ COMMON = {
     "layers": "32",
     "levers": "",
     "fitted": "0",
+    "model": "",
+    "rows": "",
+    "sequence_length": "",
+    "precision": "",
     "allocator": "",
     "predicted_s": "",
     "predicted_gib": "",
@@ -41,6 +46,7 @@ def written(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def test_newest_rows_beside_peers_and_predictions(tmp_path: Path) -> None:
+    shape = {"model": "llama-3.2-3b", "layers": "28", "rows": "1", "sequence_length": "8192", "precision": "bf16"}
     away = {"levers": "offload=optimizer update_in_backward=True", "host_gib": "35.906"}
     path = written(
         tmp_path / "levers.csv",
@@ -53,12 +59,18 @@ def test_newest_rows_beside_peers_and_predictions(tmp_path: Path) -> None:
             "levers": "checkpoint_every=1",
             "result": "out of memory",
         },
-        {"case": "3b-offload", **away, "step_s": "0.918", "predicted_s": "0.781", "predicted_gib": "10.23"},
+        {"case": "3b-offload", **away, "step_s": "0.918", "predicted_s": "0.781", "predicted_gib": "10.23", **shape},
         {"case": "not-a-record"},
     )
     header, rows = record_rows(path)
     assert all(len(row) == len(header) for row in rows)
-    assert [tuple(row) for row in rows] == [
+    assert header[-1] == "costs today"
+    today = float(rows[0][-1].removesuffix(" s"))
+    pins = [f"levers.{each}" for each in (*away["levers"].split(), "offload_keep_bytes=0", "checkpoint_every=0")]
+    plan = planned("llama-3.2-3b", "H200", 8192, 1, "layout.micro_batch=1", *pins, host="125GB", precision="bf16").plan
+    assert today == pytest.approx(plan.time.step_s, rel=0.005)
+    assert [row[-1] for row in rows[1:]] == ["–", "–"]
+    assert [tuple(row[:-1]) for row in rows] == [
         (
             "3B, 8,192 tokens, float32 states",
             "`offload=optimizer`, `update_in_backward=true`",

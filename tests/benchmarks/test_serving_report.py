@@ -5,6 +5,7 @@ from pathlib import Path
 from benchmarks.reports.documentation import ROOT
 from benchmarks.reports.serving import (
     CASES,
+    beside,
     newest_predictions,
     newest_speeds,
     prediction_error,
@@ -25,10 +26,13 @@ a,H200,8b,first,11.44
 a,H200,8b,next,2.5
 a,H200,8b-int4,first,7
 """
-THEIRS = """engine,model,case,value,unit
-vLLM 1,1b,one_stream_decode,99.6,tok/s
-other,1b,start,1,s
-vLLM 1,8b,start,47,s
+THEIRS = """engine,model,case,value,unit,note
+vLLM 1,1b,one_stream_decode,99.6,tok/s,
+other,1b,start,1,s,
+vLLM 1,8b,start,47,s,
+"""
+TOGETHER = """vLLM 2,1b,one_stream_decode,98,tok/s,prompt 256; beside ours at a
+vLLM 2,8b,start,40,s,
 """
 
 
@@ -44,7 +48,23 @@ def test_the_newest_row_of_a_case_counts(tmp_path: Path) -> None:
     assert found["first start on a machine, s"] == ["–", "–", "11.4", "47"]
     assert found["next start, s"] == ["–", "–", "2.5", "–"]
     assert found["first token after 256, ms"] == ["–"] * 4
-    assert speed_commits(tmp_path) == "Ours on H200 at `b`, `a`."
+    apart = "vLLM 1 ran the same workloads on such a card another day, not in one run with us (`serve_peers.csv`)."
+    assert speed_commits(tmp_path) == f"Ours on H200 at `b`, `a`. {apart}"
+
+
+def test_rows_of_one_run_stand_beside_each_other(tmp_path: Path) -> None:
+    """Ours of that commit then, not the newest; starts of ours have a table of their own."""
+    (tmp_path / "serve_speed.csv").write_text(OURS)
+    (tmp_path / "serve_start.csv").write_text(STARTS)
+    (tmp_path / "serve_peers.csv").write_text(THEIRS + TOGETHER)
+    found = {row[0]: row[1:] for row in speed_rows(tmp_path)[1]}
+    assert found["one stream, tokens/s"] == ["100", "98", "–", "–"]
+    assert found["first start on a machine, s"] == ["–", "–", "11.4", "40"]
+    told = "vLLM 2 ran by turns with ours at `a` in one run on one machine (`serve_peers.csv`)."
+    assert speed_commits(tmp_path) == f"Ours on H200 at `a`. {told}"
+    with (tmp_path / "serve_peers.csv").open("a") as file:
+        file.write("vLLM 2,8b,batch,1,tok/s,beside ours at b\n")
+    assert beside(tmp_path) is None
 
 
 def test_the_page_says_what_first_requests_of_new_lengths_took() -> None:

@@ -30,6 +30,18 @@ def test_what_is_not_worth_a_block_is_given_along() -> None:
     assert blocks.grown_by(event("free_completed", 999 * MIB, 700)) == -1024, "a block from before"
 
 
+def test_segments_from_before_are_those_of_the_snapshot() -> None:
+    held = [
+        {"address": 0, "size": 3 * MIB, "state": "active_allocated"},
+        {"address": 3 * MIB, "size": 17 * MIB, "state": "inactive"},
+    ]
+    snapshot = [{"address": 0, "total_size": 20 * MIB, "is_expandable": False, "blocks": held}]
+    blocks = HistoryBlocks(snapshot)
+    assert blocks.grown_by(event("alloc", 3 * MIB, 16 * MIB + 100)) == 17 * MIB, "the rest is given along"
+    assert blocks.grown_by(event("free_completed", 0, 2 * MIB + 1)) == -3 * MIB, "so was that of a block from before"
+    assert blocks.grown_by(event("alloc", 0, 2 * MIB + 1)) == 3 * MIB
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_sizes_are_those_of_the_allocator_that_made_the_history(seed: int) -> None:
     draw, allocator, blocks = random.Random(seed), CachingAllocator(), HistoryBlocks()

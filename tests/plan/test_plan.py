@@ -149,3 +149,9 @@ def test_a_number_that_no_float_holds_is_one_sentence(plan: Plan) -> None:
     data["time"]["compute"] = 10**400
     with pytest.raises(UserError, match=r"^here is not a plan \(int too large"):
         Plan.from_json(data, "here")
+
+
+@pytest.mark.parametrize(("card", "vendor"), [("MI300X-192GB", "AMD"), ("M2Ultra-192GB", "Apple"), ("T4-16GB", "")])
+def test_cards_that_nobody_has_run_on_are_named(card: str, vendor: str) -> None:
+    told = [note for note in planned("smollm2-135m", card, 512, 4).notes if "nobody has run tightfit" in note]
+    assert [f"on {vendor} cards" in note for note in told] == [True] * bool(vendor)

@@ -4,11 +4,12 @@ The history has requested sizes and addresses. A block is often larger: requests
 of a free block is not split off where it is small (up to 1 MiB in the pools of large blocks). Torch counts all of it as
 allocated. The start of a block is known, and so is that of the next block in use or the segment's end; the allocator's
 splitting rule (allocator.py) then gives the block's end.
-Limits: segments from before the history, and expandable ones, are assumed to split always.
+Segments from before the history are known where the allocator's snapshot of that moment is given. Limit: others, and
+expandable ones, are assumed to split always.
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tightfit.memory.formulas.segments import MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, rounded
@@ -16,16 +17,21 @@ from tightfit.memory.formulas.segments import MIN_BLOCK_BYTES, SMALL_BYTES, SMAL
 Event = Mapping[str, Any]
 ALLOCATED, FREED = "alloc", "free_completed"
 TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
+FREE = "inactive"
+"""The state of a block of a snapshot that nobody uses."""
 
 
 class HistoryBlocks:
     """The blocks in use, updated event by event."""
 
-    def __init__(self) -> None:
-        self._segments: dict[int, int] = {}
-        self._segment_starts: list[int] = []
-        self._in_use: list[int] = []
-        self._sizes: dict[int, int] = {}
+    def __init__(self, before: Iterable[Mapping[str, Any]] = ()) -> None:
+        """`before` are the segments of a snapshot (`torch.cuda.memory_snapshot`) taken when the history begins."""
+        fixed = [segment for segment in before if not segment["is_expandable"]]
+        self._segments: dict[int, int] = {segment["address"]: segment["total_size"] for segment in fixed}
+        self._segment_starts: list[int] = sorted(self._segments)
+        blocks = (block for segment in fixed for block in segment["blocks"])
+        self._sizes: dict[int, int] = {block["address"]: block["size"] for block in blocks if block["state"] != FREE}
+        self._in_use: list[int] = sorted(self._sizes)
 
     def grown_by(self, event: Event) -> int:
         """Bytes that `event` adds to allocated memory; negative for a free."""

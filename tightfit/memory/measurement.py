@@ -8,10 +8,11 @@ History and tracer run from before the model is built; they slow the program, so
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from time import time_ns
+from typing import Any
 
 import torch
 
@@ -63,15 +64,18 @@ class Measuring:
             return ledger_of(exact, "measurement", place="host")
         return ledger_of_replay(self.replay, "measurement", context_bytes=context_bytes())
 
-    def finish(self, history: Sequence[Event] | None = None) -> None:
-        """Work out the replay: from the allocator's history where there is one, else from the tracer alone."""
+    def finish(self, history: Sequence[Event] | None = None, before: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Work out the replay: from the allocator's history where there is one, else from the tracer alone.
+
+        `before` are the allocator's segments when the history began.
+        """
         if history is None:
             self.replay = self.tracer.trace.replay(PlainAllocator(), steps=1, apart=False)
             self.last_step = slice(*(instant.event for instant in self._step)) if self._step else slice(0, 0)
             return
         self.times_us = [event["time_us"] for event in history]
         host = self.tracer.trace.replay(PlainAllocator(), steps=1).host_occurrences
-        self.replay = replace(replay_of_history(history, self.tracer), host_occurrences=host)
+        self.replay = replace(replay_of_history(history, self.tracer, before), host_occurrences=host)
         if self._step:
             self.last_step = slice(*(bisect_left(self.times_us, instant.time_us) for instant in self._step))
 
@@ -86,6 +90,8 @@ def measured(device: torch.device) -> Iterator[Measuring]:
         measuring.finish()
         return
     torch.cuda.synchronize()
+    here = torch.cuda.current_device()
+    before = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == here]
     torch.cuda.memory._record_memory_history(
         enabled="all", context=None, stacks="python", max_entries=HISTORY_ENTRIES, clear_history=True
     )
@@ -93,7 +99,7 @@ def measured(device: torch.device) -> Iterator[Measuring]:
         with measuring.tracer, dtensor_planning_unseen(measuring.tracer):
             yield measuring
         torch.cuda.synchronize()
-        measuring.finish(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()])
+        measuring.finish(torch.cuda.memory._snapshot()["device_traces"][here], before)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
@@ -143,9 +149,11 @@ class _TimedTracer(Tracer):
         return replace(allocation, bytes=size)
 
 
-def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:
+def replay_of_history(
+    history: Sequence[Event], tracer: _TimedTracer, before: Sequence[Mapping[str, Any]] = ()
+) -> Replay:
     """The replay of the allocator's history, with what was alive at the peak of each phase."""
-    totals = list(running_totals(history))
+    totals = list(running_totals(history, before=before))
     allocated, reserved = [held for held, _ in totals], [taken for _, taken in totals]
     times = [event["time_us"] for event in history]
     starts = [(bisect_left(times, time), phase) for time, phase in tracer.phase_times]
@@ -155,15 +163,19 @@ def replay_of_history(history: Sequence[Event], tracer: _TimedTracer) -> Replay:
         if start < end:
             at = max(range(start, end), key=allocated.__getitem__)
             occurrences.append(PhasePeak(phase, allocated[at], max(reserved[start:end]), at))
-    _list_alive(history, occurrences, tracer)
+    _list_alive(history, occurrences, tracer, before)
     return Replay(allocated, reserved, starts, occurrences)
 
 
 def running_totals(
-    history: Sequence[Event], allocated_bytes: int = 0, reserved_bytes: int = 0
+    history: Sequence[Event],
+    allocated_bytes: int = 0,
+    reserved_bytes: int = 0,
+    *,
+    before: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[tuple[int, int]]:
     """What is allocated and reserved after each event, from what was before the first."""
-    blocks = HistoryBlocks()
+    blocks = HistoryBlocks(before)
     for event in history:
         size = event["size"]
         allocated_bytes += blocks.grown_by(event)
@@ -171,11 +183,16 @@ def running_totals(
         yield allocated_bytes, reserved_bytes
 
 
-def _list_alive(history: Sequence[Event], occurrences: Sequence[PhasePeak], tracer: _TimedTracer) -> None:
+def _list_alive(
+    history: Sequence[Event],
+    occurrences: Sequence[PhasePeak],
+    tracer: _TimedTracer,
+    before: Sequence[Mapping[str, Any]],
+) -> None:
     wanted = {moment.event for moment in peak_of_each_phase(occurrences)}
     found = {moment.event: moment for moment in occurrences if moment.event in wanted}
     alive: dict[int, tuple[Event, int]] = {}
-    blocks = HistoryBlocks()
+    blocks = HistoryBlocks(before)
     for at, event in enumerate(history):
         grown = blocks.grown_by(event)
         if event["action"] == ALLOCATED:

@@ -37,7 +37,7 @@ def notes_on(plan: Plan, positions: int | None) -> Iterator[str]:
         )
     machine, workload = plan.machine, plan.workload
     about_speed = mesh_note(plan), one_gpu_note(plan), _rates_note(machine, workload.precision)
-    yield from filter(None, (*about_speed, _unproven_note(machine, workload)))
+    yield from filter(None, (*about_speed, _untried_note(machine, workload), _unproven_note(machine, workload)))
 
 
 def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
@@ -91,6 +91,14 @@ def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
         f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
         "measures it where you have one"
     )
+
+
+def _untried_note(machine: Machine, workload: Workload) -> str | None:
+    """That our kernels were never run on such a card."""
+    vendor = machine.accelerator.vendor
+    if vendor == "NVIDIA" or workload.engine_name != "tightfit":
+        return None
+    return f"nobody has run tightfit on {vendor} cards: kernels are tested on NVIDIA's and on CPUs"
 
 
 def _unproven_note(machine: Machine, workload: Workload) -> str | None:

@@ -1,0 +1,25 @@
+"""Products with packed weights: the newest run alone, whoever made them, and a dash where one was not measured."""
+
+from pathlib import Path
+
+from benchmarks.reports.products import product_rows, products_measured
+
+RUNS = """commit,device,torch,shape,rows,implementation,ms,copy_gb_s
+a,cuda,2,1 x 4096 x 14336,1,bf16,0.5,4000
+b,H200,2,1 x 4096 x 14336,1,bf16,0.031,4182.3
+b,H200,2,1 x 4096 x 14336,1,w4a16 g128,0.0145,4182.3
+b,H200,2,2048 x 4096 x 14336,2048,w4a16 g128,1.2345,4182.3
+b,H200,2,1 x 14336 x 4096,1,marlin w4a16 g128 (vllm 1),0.02,4182.3
+"""
+
+
+def test_the_newest_run_is_told(tmp_path: Path) -> None:
+    (tmp_path / "quantized_linear.csv").write_text(RUNS)
+    header, rows = product_rows(tmp_path)
+    assert header == ["inputs → outputs", "µs", "1 row", "2,048 rows"]
+    assert rows == [
+        ["4096 → 14336", "bf16", "31.0", "–"],
+        ["4096 → 14336", "ours, w4a16 g128", "14.5", "1,234"],
+        ["14336 → 4096", "marlin w4a16 g128 (vllm 1)", "20.0", "–"],
+    ]
+    assert products_measured(tmp_path) == "On H200, torch 2, at `b`; a plain copy moves 4,182 GB/s."
