@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
-from tightfit.kernels.triton_support import at_most, is_interpreted, tl, triton
+from tightfit.kernels.triton_support import is_interpreted, tl, triton
 from tightfit.kernels.vector_end import finish_outputs, given
 from tightfit.kernels.vector_inputs import inputs_of, larger
 from tightfit.models.spec import Activation
@@ -32,8 +32,6 @@ class Fp8VectorTile(NamedTuple):
     rows: int
     words: int
     warps: int
-    registers: int | None = None
-    """The most a thread may use, where the compiler would take so many that fewer programs fit beside one another."""
 
 
 @triton.jit
@@ -180,11 +178,13 @@ def fp8_vector_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def fp8_vector_tile_for(rows: int) -> Fp8VectorTile:
-    """For a weight of so many rows, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+def fp8_vector_tile_for(rows: int, inputs: int) -> Fp8VectorTile:
+    """For a weight of so many rows and inputs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return Fp8VectorTile(rows=4, words=128, warps=4)
-    return Fp8VectorTile(rows=16, words=512, warps=4) if rows >= 16_384 else Fp8VectorTile(8, 512, 4, registers=128)
+    if inputs > 8192:
+        return Fp8VectorTile(rows=8, words=256, warps=4)
+    return Fp8VectorTile(rows=8 if rows >= 16_384 else 16, words=512, warps=4)
 
 
 def fp8_vector(
@@ -211,7 +211,7 @@ def fp8_vector(
     assert norm is None or norm.dtype.itemsize == 2
     N = codes.shape[0] // halves
     y = torch.empty(1, N, device=x.device, dtype=out_dtype or x.dtype)
-    chosen = tile or fp8_vector_tile_for(codes.shape[0])
+    chosen = tile or fp8_vector_tile_for(codes.shape[0], K)
     with on_device_of(x):
         fp8_vector_kernel[(triton.cdiv(N, chosen.rows // halves),)](
             x,
@@ -235,6 +235,5 @@ def fp8_vector(
             ASM=not is_interpreted(),
             num_warps=chosen.warps,
             **pdl(overlap),
-            **at_most(chosen.registers),
         )
     return y

@@ -247,10 +247,12 @@ def packed_vector_kernel(  # type: ignore[no-untyped-def]
     )
 
 
-def vector_tile_for(tiles: int) -> VectorTile:
-    """For a weight whose rows are so many tiles, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+def vector_tile_for(rows: int, tiles: int, bits: int) -> VectorTile:
+    """For a weight of so many rows and tiles in each, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return VectorTile(rows=16, tiles=2, warps=4)
+    if bits == 4 and rows >= 16_384:
+        return VectorTile(rows=16, tiles=8, warps=1)
     if tiles > 32:
         return VectorTile(rows=8, tiles=32, warps=4, registers=128)
     return VectorTile(rows=16, tiles=32, warps=4)
@@ -281,7 +283,7 @@ def packed_vector(
     assert norm is None or norm.dtype.itemsize == 2
     N = words.shape[0] // halves
     y = torch.empty(1, N, device=x.device, dtype=x.dtype)
-    chosen = tile or vector_tile_for(words.shape[1] // TILE_WORDS)
+    chosen = tile or vector_tile_for(words.shape[0], words.shape[1] // TILE_WORDS, bits)
     with on_device_of(x):
         packed_vector_kernel[(triton.cdiv(N, chosen.rows // halves),)](
             x,
