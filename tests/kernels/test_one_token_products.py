@@ -12,7 +12,7 @@ from tests.kernels.test_quantized_linear import weights
 from tests.kernels.truth import DEVICE, HAS_GPU, assert_no_worse, error
 from tightfit.kernels.decode_linear import decode_linear_eager
 from tightfit.kernels.fp8_rows import expand_fp8, fp8_rows
-from tightfit.kernels.fp8_vector import CHUNK, fp8_vector
+from tightfit.kernels.fp8_vector import fp8_vector
 from tightfit.kernels.packed_vector import packed_vector, takes_vector
 from tightfit.kernels.quantized_linear import expanded_eager
 
@@ -102,7 +102,7 @@ def test_8_bit_floats(case: dict[str, Any]) -> None:
     """In bfloat16; the interpreter, which multiplies in float32, gets float16."""
     torch.manual_seed(0)
     dtype = DTYPES[-1]
-    outputs, inputs = 10, 3 * CHUNK
+    outputs, inputs = 10, 1552
     tensors, rest = surroundings(case, outputs, inputs, dtype)
     codes, scale = coded(outputs * (2 if "activation" in case else 1), inputs)
     x = torch.randn(1, inputs).to(DEVICE, dtype)

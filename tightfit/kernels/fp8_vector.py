@@ -1,13 +1,13 @@
 """x · Wᵀ for a weight of 8-bit floats with a scale a row and one token, with what stands around it.
 
-    y[n] = S[n] · Σ_c s[c] · Σ_{k in c} W[n, k] · X[k]        x[k] = s[c] · X[k], |X| < 1, s a power of two
+    y[n] = S[n] · Σ_w s[w] · Σ_{k in w} W[n, k] · X[k]        x[k] = s[w] · X[k], |X| < 1, s a power of two
 
-A small kernel makes X, in float16, with a scale for each chunk c of inputs. Of bfloat16 inputs it is exact but for what
-is 2¹⁴ times smaller than the chunk's largest; after a norm it is rounded to 11 bits, where a norm alone leaves 8.
-Products with codes are float16, two to an instruction: 4 bits times 11, rounded to 11, and summed in pairs; all further
-sums are float32. What limits such a product is the way from the L2 cache: a program has many rows of the weight, or it
-would read as much of x as of them, and reads X, not x and a norm's weights. Norm, bias, residual or gated
-activation: kernels/vector_end.py. Inputs must be whole chunks.
+X is in float16, with a scale for the four inputs of each word w of codes. Of bfloat16 inputs it is exact but for what
+is 2¹⁴ times smaller than its neighbours; after a norm it is rounded to 11 bits, where a norm alone leaves 8. Products
+with codes are float16, two to an instruction: 4 bits times 11, rounded to 11, and summed in pairs; all further sums are
+float32. A thread has four words of every row of its program, and makes the X of these once (kernels/vector_inputs.py).
+What limits such a product is the way from the L2 cache: a program has many rows of the weight, or it would read as much
+of x and a norm's weights as of them. Norm, bias, residual or gated activation: kernels/vector_end.py.
 """
 
 from typing import Literal, NamedTuple
@@ -18,16 +18,19 @@ from torch import Tensor
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
-from tightfit.kernels.vector_end import finish_outputs
+from tightfit.kernels.vector_end import finish_outputs, given
+from tightfit.kernels.vector_inputs import inputs_of, larger
 from tightfit.models.spec import Activation
 
-CHUNK = 512
+WHOLE = 16
+"""Inputs that a thread takes at a time."""
 
 
 class Fp8VectorTile(NamedTuple):
-    """Rows of the weight a program has, and its warps."""
+    """Rows of the weight a program has, words it takes of each at a time, and its warps."""
 
     rows: int
+    words: int
     warps: int
 
 
@@ -66,36 +69,42 @@ def dot_of_four(words, first, second, ASM: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def halves_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    norm_ptr,
-    halves_ptr,
-    sums_ptr,
-    offset,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """X of one chunk, s and Σ x² of it."""
-    launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
-    chunk = tl.program_id(0)
-    k = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(x_ptr + k).to(tl.float32)
-    if HAS_NORM:
-        tl.store(sums_ptr + CHUNKS + chunk, tl.sum(x * x, 0))
-        x *= tl.load(norm_ptr + k).to(tl.float32) + offset
-    peak = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    above = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0  # the next power of two
-    tl.store(sums_ptr + chunk, above)
-    tl.store(halves_ptr + k, (x / above).to(tl.float16))
+def pair_of_halves(low, high, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two floats, rounded to float16, in a word."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+    low = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def pairs_of_words(ptr, first, WORDS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What stands at the four codes of words from `first` on, as two pairs of 16-bit numbers, [WORDS] each.
+
+    A thread that has four neighbouring words asks for 16 bytes twice.
+    """
+    QUADS: tl.constexpr = WORDS // 4
+    quad = tl.arange(0, QUADS)[:, None]
+    at = ptr.to(tl.pointer_type(tl.int32)) + 2 * first + 8 * quad + tl.arange(0, 4)[None, :]
+    here = first + 4 * quad < COUNT
+    both = tl.join(tl.load(at, mask=here, other=0), tl.load(at + 4, mask=here, other=0))
+    ordered = tl.permute(tl.reshape(both, (QUADS, 2, 2, 2)), (0, 3, 1, 2))  # was: word of two, pair, which two words
+    return tl.split(tl.reshape(ordered, (WORDS, 2)))
+
+
+@triton.jit
+def next_power_of_two(x):  # type: ignore[no-untyped-def]
+    """The power of two above a number that is not negative, and its inverse; of tiny ones 2⁻⁹⁹."""
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 27) + 1
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fp8_vector_kernel(  # type: ignore[no-untyped-def]
-    halves_ptr,
-    sums_ptr,
+    x_ptr,
+    norm_ptr,
     words_ptr,
     scale_ptr,
     bias_ptr,
@@ -103,62 +112,79 @@ def fp8_vector_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     eps,
     N,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    K: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
-    MOST_CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """ROWS rows of the weight, a chunk of inputs at a time, two read ahead."""
-    WORDS: tl.constexpr = CHUNK // 4
+    """ROWS rows of the weight, WORDS words of each at a time, two blocks read ahead."""
+    COUNT: tl.constexpr = K // 4
+    X: tl.constexpr = x_ptr.dtype.element_ty
+    NORM: tl.constexpr = norm_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS if ACTIVATION == "" else ROWS // 2
     in_block, word = tl.arange(0, ROWS), tl.arange(0, WORDS)
     n = tl.program_id(0) * OUTPUTS + in_block % OUTPUTS
     row = tl.where(n < N, n, 0) + in_block // OUTPUTS * N
-    at = words_ptr + row.to(tl.int64)[:, None] * (CHUNKS * WORDS) + word[None, :]
-    words = tl.load(at)
-    following = tl.load(at + WORDS, mask=row[:, None] * 0 + 1 < CHUNKS, other=0)
+    at = words_ptr + row.to(tl.int64)[:, None] * COUNT + word[None, :]
+    words = tl.load(at, mask=(word < COUNT)[None, :], other=0)
+    following = tl.load(at + WORDS, mask=(WORDS + word < COUNT)[None, :], other=0)
+    row_scale, bias = tl.load(scale_ptr + row), given(bias_ptr, row, n < N, HAS_BIAS)
+    norm_first, norm_second = 0, 0
+    if HAS_NORM:
+        norm_first, norm_second = pairs_of_words(norm_ptr, 0, WORDS, COUNT)
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
-    total = tl.zeros((ROWS, WORDS), tl.float32)
-    for chunk in tl.range(0, CHUNKS, num_stages=1):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    residual = given(residual_ptr, output, output < N, HAS_RESIDUAL)
+    first, second = pairs_of_words(x_ptr, 0, WORDS, COUNT)
+    total = tl.zeros((ROWS, WORDS // 4), tl.float32)
+    squares = tl.zeros((WORDS,), tl.float32)
+    for start in tl.range(0, COUNT, WORDS, num_stages=1):
         now, words = words, following
-        following = tl.load(at + (chunk + 2) * WORDS, mask=row[:, None] * 0 + chunk + 2 < CHUNKS, other=0)
-        pairs = halves_ptr.to(tl.pointer_type(tl.int32)) + 2 * (chunk * WORDS + word)
-        first = tl.broadcast_to(tl.load(pairs)[None, :], now.shape)
-        second = tl.broadcast_to(tl.load(pairs + 1)[None, :], now.shape)
-        total += dot_of_four(now, first, second, ASM) * tl.load(sums_ptr + chunk)
-    y = tl.sum(total, 1) * tl.load(scale_ptr + row)
+        if COUNT > 2 * WORDS:
+            following = tl.load(at + (start + 2 * WORDS), mask=(start + 2 * WORDS + word < COUNT)[None, :], other=0)
+        a, b, more = inputs_of(first, norm_first, X, NORM, HAS_NORM, OFFSET)
+        c, d, rest = inputs_of(second, norm_second, X, NORM, HAS_NORM, OFFSET)
+        squares += more + rest
+        scale, inverse = next_power_of_two(tl.maximum(larger(a, b), larger(c, d)))
+        x_first = pair_of_halves(a * inverse, b * inverse, ASM)
+        x_second = pair_of_halves(c * inverse, d * inverse, ASM)
+        if COUNT > WORDS:
+            first, second = pairs_of_words(x_ptr, start + WORDS, WORDS, COUNT)
+            if HAS_NORM:
+                norm_first, norm_second = pairs_of_words(norm_ptr, start + WORDS, WORDS, COUNT)
+        x_first = tl.broadcast_to(x_first[None, :], now.shape)
+        x_second = tl.broadcast_to(x_second[None, :], now.shape)
+        found = dot_of_four(now, x_first, x_second, ASM) * scale[None, :]
+        total += tl.sum(tl.reshape(found, (ROWS, WORDS // 4, 4)), 2)
     finish_outputs(
-        y,
-        row,
-        sums_ptr + CHUNKS,
-        bias_ptr,
-        residual_ptr,
+        tl.sum(total, 1) * row_scale,
+        tl.sum(squares),
+        bias,
+        residual,
         y_ptr,
+        output,
         eps,
         N,
-        K=CHUNKS * CHUNK,
-        PARTS=CHUNKS,
-        MOST_PARTS=MOST_CHUNKS,
+        K=K,
         HAS_NORM=HAS_NORM,
-        HAS_BIAS=HAS_BIAS,
-        HAS_RESIDUAL=HAS_RESIDUAL,
         ACTIVATION=ACTIVATION,
-        OUTPUTS=OUTPUTS,
     )
 
 
-def fp8_vector_tile_for(rows: int) -> Fp8VectorTile:
-    """For a weight of so many rows, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+def fp8_vector_tile_for(rows: int, inputs: int) -> Fp8VectorTile:
+    """For a weight of so many rows and inputs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
-        return Fp8VectorTile(rows=4, warps=4)
-    return Fp8VectorTile(rows=16 if rows >= 16_384 else 8, warps=4)
+        return Fp8VectorTile(rows=4, words=128, warps=4)
+    if inputs > 8192:
+        return Fp8VectorTile(rows=8, words=256, warps=4)
+    return Fp8VectorTile(rows=8 if rows >= 16_384 else 16, words=512, warps=4)
 
 
 def fp8_vector(
@@ -179,31 +205,17 @@ def fp8_vector(
     """y [1, N] of x [1, K], codes [N, K] in e4m3 and scale [N] in float32."""
     (M, K), halves = x.shape, 2 if activation else 1
     assert M == 1
-    assert K % CHUNK == 0
+    assert K % WHOLE == 0
     assert x.is_contiguous()
     assert codes.is_contiguous()
-    N, chunks, device = codes.shape[0] // halves, K // CHUNK, x.device
-    scaled = torch.empty(K, device=device, dtype=torch.float16)
-    sums = torch.empty(2, chunks, device=device, dtype=torch.float32)
-    y = torch.empty(1, N, device=device, dtype=out_dtype or x.dtype)
-    chosen = tile or fp8_vector_tile_for(codes.shape[0])
+    assert norm is None or norm.dtype.itemsize == 2
+    N = codes.shape[0] // halves
+    y = torch.empty(1, N, device=x.device, dtype=out_dtype or x.dtype)
+    chosen = tile or fp8_vector_tile_for(codes.shape[0], K)
     with on_device_of(x):
-        halves_kernel[(chunks,)](
+        fp8_vector_kernel[(triton.cdiv(N, chosen.rows // halves),)](
             x,
             x if norm is None else norm,
-            scaled,
-            sums,
-            norm_offset,
-            CHUNKS=chunks,
-            CHUNK=CHUNK,
-            HAS_NORM=norm is not None,
-            OVERLAP=overlap,
-            num_warps=4,
-            **pdl(overlap),
-        )
-        fp8_vector_kernel[(triton.cdiv(N, chosen.rows // halves),)](
-            scaled,
-            sums,
             codes.view(torch.int32),
             scale,
             x if bias is None else bias,
@@ -211,14 +223,14 @@ def fp8_vector(
             y,
             norm_eps,
             N,
-            CHUNKS=chunks,
-            CHUNK=CHUNK,
+            K=K,
             HAS_NORM=norm is not None,
+            OFFSET=norm_offset,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             ACTIVATION=activation,
             ROWS=chosen.rows,
-            MOST_CHUNKS=triton.next_power_of_2(chunks),
+            WORDS=chosen.words,
             OVERLAP=overlap,
             ASM=not is_interpreted(),
             num_warps=chosen.warps,

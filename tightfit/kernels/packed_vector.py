@@ -7,9 +7,11 @@ before: a tile's largest input a is uncertain by 2⁻⁹ · a in bfloat16, and a
 worth 2⁻¹³ · a together. Products of bytes are then exact, four to an instruction (dp4a): X is 256 · h + l, a mask gives
 four codes, and seven instructions do eight weights. Floats would need 17, and reading 4 bits leaves no time for them.
 
-A small kernel makes the bytes of X, s, and the sums that zero points and RMSNorm need; the product's programs ask for
-their first words before they wait for it (`overlap`). Norm, bias, residual or gated activation: kernels/vector_end.py.
-Words are in tiles and strips (`kernels/packing.py`), scales of neighbouring rows are best neighbours in memory.
+A thread has four words of a tile in all rows of its program. It makes the bytes of its own X once, with the sums that
+zero points and RMSNorm need (kernels/vector_inputs.py), and adds up over threads at the end: words, bytes and sums meet
+in registers. Programs ask for their first words before they wait for the kernel before (`overlap`). Norm, bias,
+residual or gated activation: kernels/vector_end.py. Words are in tiles and strips (`kernels/packing.py`), scales of
+neighbouring rows are best neighbours in memory.
 """
 
 from typing import Literal, NamedTuple
@@ -19,10 +21,10 @@ from torch import Tensor
 
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
-from tightfit.kernels.packed_rows import zero_points
 from tightfit.kernels.packing import TILE_WORDS, has_strips, has_tiles
-from tightfit.kernels.triton_support import is_interpreted, tl, triton
-from tightfit.kernels.vector_end import finish_outputs
+from tightfit.kernels.triton_support import at_most, is_interpreted, tl, triton
+from tightfit.kernels.vector_end import finish_outputs, given
+from tightfit.kernels.vector_inputs import inputs_of, larger
 from tightfit.models.spec import Activation
 
 BITS = (4, 8)
@@ -34,6 +36,8 @@ class VectorTile(NamedTuple):
     rows: int
     tiles: int
     warps: int
+    registers: int | None = None
+    """The most a thread may use, where the compiler would take so many that fewer programs fit beside one another."""
 
 
 def takes_vector(words: Tensor, bits: int, group: int, dtype: torch.dtype) -> bool:
@@ -45,16 +49,21 @@ def takes_vector(words: Tensor, bits: int, group: int, dtype: torch.dtype) -> bo
 
 
 @triton.jit
-def dp4a(codes, digits, total, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """total + Σ over four bytes of codes (unsigned) · digits (signed)."""
+def dp4a(codes, digits, total, SIGNED: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """total + Σ over four bytes of codes (unsigned) · digits (unsigned too, or signed)."""
     if ASM:
+        KIND: tl.constexpr = "s32" if SIGNED else "u32"
         return tl.inline_asm_elementwise(
-            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, digits, total], dtype=tl.int32, is_pure=True, pack=1
+            "dp4a.u32." + KIND + " $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [codes, digits, total],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     for byte in tl.static_range(4):
-        code = (codes >> (8 * byte)) & 255
         digit = (digits << (24 - 8 * byte)) >> 24
-        total += code * digit
+        total += ((codes >> (8 * byte)) & 255) * (digit if SIGNED else digit & 255)
     return total
 
 
@@ -81,105 +90,84 @@ def bytes_of(a, b, c, d, HIGH: tl.constexpr, ASM: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def pair_of(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two 16-bit floats in each word, in float32."""
-    if DTYPE.fp_mantissa_width == 7:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    low = words.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
+def scales_at(scale_ptr, zero_ptr, group, here, HAS_ZERO: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales and zero points of groups [rows, tiles]."""
+    scale, zero = tl.load(scale_ptr + group, mask=here, other=0.0), tl.full(group.shape, 1 << (BITS - 1), tl.uint8)
+    if HAS_ZERO:
+        zero = tl.load(zero_ptr + group, mask=here, other=0)
+    return scale, zero
 
 
 @triton.jit
-def inputs_at(x_ptr, norm_ptr, k, here, offset, HAS_NORM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Inputs k and k + 1 (k even), times the norm's weights, and the sum of their own squares."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    low, high = pair_of(tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + k // 2, mask=here, other=0), DTYPE)
-    squares = low * low + high * high
-    if HAS_NORM:
-        NORM: tl.constexpr = norm_ptr.dtype.element_ty
-        first, second = pair_of(tl.load(norm_ptr.to(tl.pointer_type(tl.int32)) + k // 2, mask=here, other=0), NORM)
-        low *= first + offset
-        high *= second + offset
-    return low, high, squares
-
-
-@triton.jit
-def larger(top, low, high):  # type: ignore[no-untyped-def]
-    """The largest magnitude so far."""
-    return tl.maximum(top, tl.maximum(tl.abs(low), tl.abs(high)))
+def pairs_of_tiles(ptr, tile, COUNT: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pairs of 16-bit numbers that stand at the codes of words [tiles, 16], by mask and place [tiles, 16, masks, 2]."""
+    PLACES: tl.constexpr = 16 // BITS
+    here = (tile < COUNT)[:, None]
+    at = ptr.to(tl.pointer_type(tl.int32)) + tile[:, None] * (16 * PLACES) + tl.arange(0, 16)[None, :]
+    pairs = tl.join(tl.load(at, mask=here, other=0), tl.load(at + 16 * (PLACES // 2), mask=here, other=0))
+    if BITS == 4:
+        others = tl.join(tl.load(at + 16, mask=here, other=0), tl.load(at + 48, mask=here, other=0))
+        found = tl.permute(tl.join(pairs, others), (0, 1, 3, 2))
+    else:
+        found = tl.reshape(pairs, (tile.shape[0], 16, 1, 2))
+    return found
 
 
 @triton.jit
 def integers(value, inverse):  # type: ignore[no-untyped-def]
     """round(value · inverse) in the lowest 16 bits: 1.5 · 2²³ leaves no room for a fraction."""
-    return (value * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True)
+    return (value * inverse[:, None, None, None] + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def digits_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    norm_ptr,
-    digits_ptr,
-    scales_ptr,
-    offset,
-    K: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Of TILES tiles: bytes [lower, upper, for every mask, tiles, 16]; s, Σ s · X and Σ x² [3, tiles]."""
-    CODES: tl.constexpr = 16 * 32 // BITS  # of a tile
-    APART: tl.constexpr = 32 * (8 // BITS)  # inputs whose codes are neighbouring bytes of a word
-    COUNT: tl.constexpr = K // CODES
-    launch_next(OVERLAP)
-    wait_for_previous(OVERLAP)
-    tile, word = tl.program_id(0) * TILES + tl.arange(0, TILES), tl.arange(0, 16)
-    here = (tile < COUNT)[:, None]
-    k = tile[:, None] * CODES + 2 * word[None, :]
-    squares = tl.zeros((TILES, 16), tl.float32)
-    a, c, more = inputs_at(x_ptr, norm_ptr, k, here, offset, HAS_NORM)
-    b, d, rest = inputs_at(x_ptr, norm_ptr, k + APART, here, offset, HAS_NORM)
-    squares += more + rest
-    top = larger(larger(tl.zeros((TILES, 16), tl.float32), a, c), b, d)
-    e, f, g, h = a, b, c, d
-    if BITS == 4:
-        e, g, more = inputs_at(x_ptr, norm_ptr, k + 32, here, offset, HAS_NORM)
-        f, h, rest = inputs_at(x_ptr, norm_ptr, k + 32 + APART, here, offset, HAS_NORM)
-        squares += more + rest
-        top = larger(larger(top, e, g), f, h)
-    peak = tl.max(top, 1)
+def digits_of(low, high, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of inputs [tiles, 16, masks, 2]: lower and upper bytes of X [tiles, 16, masks], s [tiles], and Σ X of every four
+    words [tiles · 4]."""
+    TILES: tl.constexpr = low.shape[0]
+    peak = tl.max(tl.reshape(larger(low, high), (TILES, 16 * low.shape[2] * 2)), 1)
     inverse = 32512.0 / tl.maximum(peak, 1e-30)
-    at = digits_ptr + tile[:, None] * 16 + word[None, :]
-    a, b, c, d = integers(a, inverse), integers(b, inverse), integers(c, inverse), integers(d, inverse)
-    low = bytes_of(a, b, c, d, False, ASM)
-    high = bytes_of(a + 128, b + 128, c + 128, d + 128, True, ASM)  # h = (X + 128) >> 8, so that l is signed
-    tl.store(at, low, mask=here)
-    tl.store(at + COUNT * 16, high, mask=here)
-    ones = tl.full((TILES, 16), 0x01010101, tl.int32)
-    none = tl.zeros((TILES, 16), tl.int32)
-    low_sum, high_sum = dp4a(ones, low, none, ASM), dp4a(ones, high, none, ASM)
+    a, b = tl.split(integers(low, inverse))
+    c, d = tl.split(integers(high, inverse))
+    lower = bytes_of(a, b, c, d, False, ASM)
+    upper = bytes_of(a, b, c, d, True, ASM)
+    ones, none = tl.full(lower.shape, 0x01010101, tl.int32), tl.zeros(lower.shape, tl.int32)
+    sums = dp4a(ones, upper, none, True, ASM) * 256 + dp4a(ones, lower, none, False, ASM)
+    return lower, upper, peak / 32512.0, tl.sum(tl.reshape(sums, (TILES * 4, 4 * low.shape[2])), 1)
+
+
+@triton.jit
+def products(words, lower, upper, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Σ codes · X of every four words: words [rows, tiles · 16] times X's bytes [tiles, 16, masks]."""
+    MASK: tl.constexpr = 0x0F0F0F0F if BITS == 4 else -1
+    QUADS: tl.constexpr = (words.shape[0], words.shape[1] // 4, 4)
+    low, high = tl.zeros(words.shape, tl.int32), tl.zeros(words.shape, tl.int32)
     if BITS == 4:
-        e, f, g, h = integers(e, inverse), integers(f, inverse), integers(g, inverse), integers(h, inverse)
-        low = bytes_of(e, f, g, h, False, ASM)
-        high = bytes_of(e + 128, f + 128, g + 128, h + 128, True, ASM)
-        tl.store(at + 2 * COUNT * 16, low, mask=here)
-        tl.store(at + 3 * COUNT * 16, high, mask=here)
-        low_sum, high_sum = dp4a(ones, low, low_sum, ASM), dp4a(ones, high, high_sum, ASM)
-    scale = peak / 32512.0
-    sums = tl.sum(high_sum * 256 + low_sum, 1).to(tl.float32)
-    tl.store(scales_ptr + tile, scale, mask=tile < COUNT)
-    tl.store(scales_ptr + COUNT + tile, scale * sums, mask=tile < COUNT)
-    if HAS_NORM:
-        tl.store(scales_ptr + 2 * COUNT + tile, tl.sum(squares, 1), mask=tile < COUNT)
+        lower, lower_odd = tl.split(lower)
+        upper, upper_odd = tl.split(upper)
+        low = dp4a((words >> 4) & MASK, for_rows(lower_odd, words), low, False, ASM)
+        high = dp4a((words >> 4) & MASK, for_rows(upper_odd, words), high, True, ASM)
+    low = dp4a(words & MASK, for_rows(lower, words), low, False, ASM)
+    high = dp4a(words & MASK, for_rows(upper, words), high, True, ASM)
+    return tl.sum(tl.reshape(high, QUADS), 2) * 256 + tl.sum(tl.reshape(low, QUADS), 2)
+
+
+@triton.jit
+def for_rows(x, words):  # type: ignore[no-untyped-def]
+    """The same for each row of words."""
+    return tl.broadcast_to(tl.reshape(x, (1, words.shape[1])), words.shape)
+
+
+@triton.jit
+def for_quads(x):  # type: ignore[no-untyped-def]
+    """Numbers of tiles [rows, tiles], in float32, for each four words."""
+    wide = tl.broadcast_to(x.to(tl.float32)[:, :, None], (x.shape[0], x.shape[1], 4))
+    return tl.reshape(wide, (x.shape[0], x.shape[1] * 4))
 
 
 @triton.jit
 def packed_vector_kernel(  # type: ignore[no-untyped-def]
-    digits_ptr,
-    scales_ptr,
+    x_ptr,
+    norm_ptr,
     words_ptr,
     scale_ptr,
     zero_ptr,
@@ -195,120 +183,79 @@ def packed_vector_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    MOST_TILES: tl.constexpr,
     OVERLAP: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """ROWS rows of the weight, TILES tiles at a time; tensors are [tiles, rows of the weight, words of a tile]."""
+    """ROWS rows of the weight, TILES tiles at a time, one block read ahead; tensors are [rows, words]."""
     CODES: tl.constexpr = 16 * 32 // BITS  # of a tile
     COUNT: tl.constexpr = K // CODES
-    MASK: tl.constexpr = 0x0F0F0F0F if BITS == 4 else -1
+    APART: tl.constexpr = GROUP // CODES if GROUP > 0 else COUNT  # tiles of a group
+    X: tl.constexpr = x_ptr.dtype.element_ty
+    NORM: tl.constexpr = norm_ptr.dtype.element_ty
     OUTPUTS: tl.constexpr = ROWS if ACTIVATION == "" else ROWS // 2
-    in_block, tile, word = tl.arange(0, ROWS), tl.arange(0, TILES), tl.arange(0, 16)
+    in_block, tile, word = tl.arange(0, ROWS), tl.arange(0, TILES), tl.arange(0, TILES * 16)
     n = tl.program_id(0) * OUTPUTS + in_block % OUTPUTS
     row = tl.where(n < N, n, 0) + in_block // OUTPUTS * N
     at_row = (row // 16).to(tl.int64) * (16 * (K * BITS // 32)) + row % 16 * 16
-    at_words = words_ptr + at_row[None, :, None] + (tile * 256)[:, None, None] + word[None, None, :]
-    words = tl.load(at_words, mask=(tile < COUNT)[:, None, None], other=0, eviction_policy="evict_first")
-    later = (TILES + tile < COUNT)[:, None, None]
-    following = tl.load(at_words + TILES * 256, mask=later, other=0, eviction_policy="evict_first")
+    at_words = words_ptr + at_row[:, None] + (word // 16 * 256 + word % 16)[None, :]
+    words = tl.load(at_words, mask=(word < COUNT * 16)[None, :], other=0, eviction_policy="evict_first")
+    group = row[:, None] * ROW_STRIDE + (tile // APART)[None, :] * GROUP_STRIDE
+    scale, zero = scales_at(scale_ptr, zero_ptr, group, (tile < COUNT)[None, :], HAS_ZERO, BITS)
+    bias = given(bias_ptr, row, n < N, HAS_BIAS)
+    norm = pairs_of_tiles(norm_ptr, tile, COUNT, BITS) if HAS_NORM else 0
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
-    total = tl.zeros((TILES, ROWS), tl.float32)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    residual = given(residual_ptr, output, output < N, HAS_RESIDUAL)
+    x = pairs_of_tiles(x_ptr, tile, COUNT, BITS)
+    total = tl.zeros((ROWS, TILES * 4), tl.float32)
+    squares = tl.zeros((TILES, 16, 8 // BITS, 2), tl.float32)
     for first in tl.range(0, COUNT, TILES, num_stages=1):
-        now, words, here = words, following, (first + tile < COUNT)[:, None]
-        later = (first + 2 * TILES + tile < COUNT)[:, None, None]  # read while two blocks are multiplied
-        following = tl.load(at_words + (first + 2 * TILES) * 256, mask=later, other=0, eviction_policy="evict_first")
-        group = row[None, :] * ROW_STRIDE
-        if GROUP > 0:
-            group += ((first + tile) * CODES // GROUP)[:, None] * GROUP_STRIDE
-        scale = tl.load(scale_ptr + group, mask=here, other=0.0).to(tl.float32)
-        zero = zero_points(zero_ptr, tl.where(here, group, 0), HAS_ZERO, BITS)
-        at = digits_ptr + (first + tile)[:, None] * 16 + word[None, :]
-        low, high = tl.load(at, mask=here, other=0), tl.load(at + COUNT * 16, mask=here, other=0)
-        codes = now & MASK
-        empty = tl.zeros((TILES, ROWS, 16), tl.int32)
-        low_found = dp4a(codes, tl.broadcast_to(low[:, None, :], codes.shape), empty, ASM)
-        high_found = dp4a(codes, tl.broadcast_to(high[:, None, :], codes.shape), empty, ASM)
-        if BITS == 4:
-            low = tl.load(at + 2 * COUNT * 16, mask=here, other=0)
-            high = tl.load(at + 3 * COUNT * 16, mask=here, other=0)
-            codes = (now >> 4) & MASK
-            low_found = dp4a(codes, tl.broadcast_to(low[:, None, :], codes.shape), low_found, ASM)
-            high_found = dp4a(codes, tl.broadcast_to(high[:, None, :], codes.shape), high_found, ASM)
-        found = tl.sum(high_found * 256 + low_found, 2).to(tl.float32)
-        x_scale = tl.load(scales_ptr + first + tile, mask=first + tile < COUNT, other=0.0)
-        x_sum = tl.load(scales_ptr + COUNT + first + tile, mask=first + tile < COUNT, other=0.0)
-        total += (found * x_scale[:, None] - zero * x_sum[:, None]) * scale
-    y = tl.sum(total, 0)
+        now, now_scale, now_zero = words, scale, zero
+        low, high, more = inputs_of(x, norm, X, NORM, HAS_NORM, OFFSET)
+        squares += more
+        if COUNT > TILES:
+            ahead, here = first + TILES + tile, (first + TILES) * 16 + word < COUNT * 16
+            at = at_words + (first + TILES) * 256
+            words = tl.load(at, mask=here[None, :], other=0, eviction_policy="evict_first")
+            group = row[:, None] * ROW_STRIDE + (ahead // APART)[None, :] * GROUP_STRIDE
+            scale, zero = scales_at(scale_ptr, zero_ptr, group, (ahead < COUNT)[None, :], HAS_ZERO, BITS)
+            x = pairs_of_tiles(x_ptr, ahead, COUNT, BITS)
+            norm = pairs_of_tiles(norm_ptr, ahead, COUNT, BITS) if HAS_NORM else 0
+        lower, upper, x_scale, x_sum = digits_of(low, high, ASM)
+        found = products(now, lower, upper, BITS, ASM).to(tl.float32)
+        x_scale = for_quads(x_scale[None, :])
+        total += (found - for_quads(now_zero) * x_sum[None, :].to(tl.float32)) * (for_quads(now_scale) * x_scale)
     finish_outputs(
-        y,
-        row,
-        scales_ptr + 2 * COUNT,
-        bias_ptr,
-        residual_ptr,
+        tl.sum(total, 1),
+        tl.sum(squares),
+        bias,
+        residual,
         y_ptr,
+        output,
         eps,
         N,
         K=K,
-        PARTS=COUNT,
-        MOST_PARTS=MOST_TILES,
         HAS_NORM=HAS_NORM,
-        HAS_BIAS=HAS_BIAS,
-        HAS_RESIDUAL=HAS_RESIDUAL,
         ACTIVATION=ACTIVATION,
-        OUTPUTS=OUTPUTS,
     )
 
 
-def vector_tile_for(rows: int, inputs: int) -> VectorTile:
-    """For a weight of so many rows and inputs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+def vector_tile_for(rows: int, tiles: int, bits: int) -> VectorTile:
+    """For a weight of so many rows and tiles in each, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return VectorTile(rows=16, tiles=2, warps=4)
-    if rows >= 16_384:
-        return VectorTile(rows=32, tiles=2, warps=4)
-    return VectorTile(rows=16, tiles=16, warps=16 if inputs > 4096 else 4)
-
-
-class Digits(NamedTuple):
-    """What the product takes of an input: bytes of X, and s, Σ s · X and Σ x² of each tile."""
-
-    bytes: Tensor
-    scales: Tensor
-
-
-def digits_of(
-    x: Tensor, bits: int, *, norm: Tensor | None = None, norm_offset: float = 0.0, overlap: bool = False
-) -> Digits:
-    """Of x [1, K]; with `norm` of x times the weights of an RMSNorm."""
-    assert norm is None or norm.dtype == x.dtype
-    K = x.shape[1]
-    count = K * bits // 32 // TILE_WORDS
-    digits = torch.empty(2 * (8 // bits), count * TILE_WORDS, device=x.device, dtype=torch.int32)
-    scales = torch.empty(3, count, device=x.device, dtype=torch.float32)
-    tiles = 2 if is_interpreted() else 8
-    with on_device_of(x):
-        digits_kernel[(triton.cdiv(count, tiles),)](
-            x,
-            x if norm is None else norm,
-            digits,
-            scales,
-            norm_offset,
-            K=K,
-            BITS=bits,
-            HAS_NORM=norm is not None,
-            TILES=tiles,
-            OVERLAP=overlap,
-            ASM=_has_asm(),
-            num_warps=4,
-            **pdl(overlap),
-        )
-    return Digits(bytes=digits, scales=scales)
+    if bits == 4 and rows >= 16_384:
+        return VectorTile(rows=16, tiles=8, warps=1)
+    if tiles > 32:
+        return VectorTile(rows=8, tiles=32, warps=4, registers=128)
+    return VectorTile(rows=16, tiles=32, warps=4)
 
 
 def packed_vector(
@@ -333,14 +280,14 @@ def packed_vector(
     assert x.is_contiguous()
     (M, K), halves = x.shape, 2 if activation else 1
     assert M == 1
+    assert norm is None or norm.dtype.itemsize == 2
     N = words.shape[0] // halves
-    digits = digits_of(x, bits, norm=norm, norm_offset=norm_offset, overlap=overlap)
     y = torch.empty(1, N, device=x.device, dtype=x.dtype)
-    chosen = tile or vector_tile_for(words.shape[0], K)
+    chosen = tile or vector_tile_for(words.shape[0], words.shape[1] // TILE_WORDS, bits)
     with on_device_of(x):
         packed_vector_kernel[(triton.cdiv(N, chosen.rows // halves),)](
-            digits.bytes,
-            digits.scales,
+            x,
+            x if norm is None else norm,
             words,
             scale,
             words if zero is None else zero,
@@ -356,16 +303,17 @@ def packed_vector(
             GROUP=group,
             HAS_ZERO=zero is not None,
             HAS_NORM=norm is not None,
+            OFFSET=norm_offset,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             ACTIVATION=activation,
             ROWS=chosen.rows,
             TILES=chosen.tiles,
-            MOST_TILES=triton.next_power_of_2(digits.scales.shape[1]),
             OVERLAP=overlap,
             ASM=_has_asm(),
             num_warps=chosen.warps,
             **pdl(overlap),
+            **at_most(chosen.registers),
         )
     return y
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import UserError
 
-__all__ = ["DTYPES", "HAS_TRITON", "IMPLS", "Impl", "is_interpreted", "tl", "triton", "use_triton"]
+__all__ = ["DTYPES", "HAS_TRITON", "IMPLS", "Impl", "at_most", "is_interpreted", "tl", "triton", "use_triton"]
 
 try:
     import triton
@@ -60,3 +60,8 @@ def use_triton(impl: Impl, tensor: Tensor) -> bool:
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return _INTERPRETED
+
+
+def at_most(registers: int | None) -> dict[str, int]:
+    """The launch option of a kernel whose threads may use so many registers; AMD's compiler has none."""
+    return {} if registers is None or torch.version.hip else {"maxnreg": registers}

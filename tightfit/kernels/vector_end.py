@@ -1,7 +1,8 @@
 """What comes after the sums of a product of one token, in kernels/packed_vector.py and kernels/fp8_vector.py alike.
 
 RMSNorm before the product: (x · r · w) · Wᵀ = r · (x · w) · Wᵀ, so a sum is multiplied by r. Then bias and residual, or
-a gated activation: the weight then holds gate over up, [2N, K], and the first half of a program's rows are gates.
+a gated activation: the weight then holds gate over up, [2N, K], and the first half of a program's rows are gates. What
+is read for that is asked for before the product, or its last program would wait for memory once more.
 """
 
 from tightfit.kernels.glu import activated
@@ -9,36 +10,34 @@ from tightfit.kernels.triton_support import tl, triton
 
 
 @triton.jit
+def given(ptr, at, here, IS_GIVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is added, in float32: numbers at `at`, or none."""
+    if IS_GIVEN:
+        return tl.load(ptr + at, mask=here, other=0.0).to(tl.float32)
+    return tl.zeros(at.shape, tl.float32)
+
+
+@triton.jit
 def finish_outputs(  # type: ignore[no-untyped-def]
     y,
-    row,
-    squares_ptr,
-    bias_ptr,
-    residual_ptr,
+    squares,
+    bias,
+    residual,
     y_ptr,
+    n,
     eps,
     N,
     K: tl.constexpr,
-    PARTS: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    OUTPUTS: tl.constexpr,
 ):
-    """Store the outputs of a program whose rows of the weight are `row` and their sums `y`; Σ x² is in PARTS parts."""
+    """Store outputs n of a program whose rows of the weight have the sums y and the biases; `squares` is Σ x²."""
     if HAS_NORM:
-        every = tl.arange(0, MOST_PARTS)
-        squares = tl.load(squares_ptr + every, mask=every < PARTS, other=0.0)
-        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row).to(tl.float32)
+        y *= tl.rsqrt(squares / K + eps)
+    y += bias
     if ACTIVATION != "":
-        gate, up = tl.split(tl.permute(tl.reshape(y, (2, OUTPUTS)), (1, 0)))
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, n.shape[0])), (1, 0)))
         gate, _ = activated(gate, ACTIVATION)
         y = gate * up
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    if HAS_RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tightfit.kernels.decode_linear import decode_linear
 from tightfit.kernels.fp8_rows import MOST_ROWS, expand_fp8, fp8_rows
-from tightfit.kernels.fp8_vector import CHUNK, fp8_vector
+from tightfit.kernels.fp8_vector import WHOLE, fp8_vector
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.serve.weights.weight import Fused, Weight, join_buffers
 
@@ -68,6 +68,6 @@ class Fp8Weight(Weight):
         if not self.can_decode:
             return super().one_token(x, fused)
         kept: dict[str, Any] = {"bias": self.bias, "out_dtype": fused.out_dtype, **fused.around}
-        if self.codes.shape[1] % CHUNK == 0 and x.dtype == torch.bfloat16:
+        if self.codes.shape[1] % WHOLE == 0 and x.dtype == torch.bfloat16:
             return fp8_vector(x, self.codes, self.scale, activation=fused.activation or "", **kept)
         return decode_linear(x, self.codes, scale=self.scale, activation=fused.activation, **kept)

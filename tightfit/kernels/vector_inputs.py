@@ -1,0 +1,39 @@
+"""Inputs of a product of one token as its program takes them up, in kernels/packed_vector.py and kernels/fp8_vector.py.
+
+A program's threads stand side by side along the inputs, and each has all of the program's rows of the weight at its
+place. So a thread reads its inputs once, as they are, multiplies them by a norm's weights and brings them into the form
+that its codes are multiplied by, all in registers: no kernel has to do it before, which would be another wait.
+"""
+
+from tightfit.kernels.triton_support import tl, triton
+
+
+@triton.jit
+def pair_of(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The two 16-bit floats in each word, in float32."""
+    if DTYPE.fp_mantissa_width == 7:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    low = words.to(tl.int16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def inputs_of(  # type: ignore[no-untyped-def]
+    x, norm, X: tl.constexpr, NORM: tl.constexpr, HAS_NORM: tl.constexpr, OFFSET: tl.constexpr
+):
+    """Pairs of inputs, in words of dtype X, times the norm's weights, in words of NORM; and Σ x² of each pair."""
+    low, high = pair_of(x, X)
+    squares = low * low + high * high
+    if HAS_NORM:
+        first, second = pair_of(norm, NORM)
+        if OFFSET != 0:
+            first, second = first + OFFSET, second + OFFSET
+        low, high = low * first, high * second
+    return low, high, squares
+
+
+@triton.jit
+def larger(low, high):  # type: ignore[no-untyped-def]
+    """The larger magnitude."""
+    return tl.maximum(tl.abs(low), tl.abs(high))
