@@ -31,7 +31,6 @@ from tightfit.launch.forked import Forked
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.loading import SMOLLM2, LoadedModel
-from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve import start
 from tightfit.serve.config import EngineConfig
@@ -40,13 +39,6 @@ from tightfit.serve.http import replicas
 from tightfit.serve.http.server import ServerOptions, serve
 from tightfit.serve.peer_load import TransformersPeer
 from tightfit.serve.ranks.watch import RankWatch
-
-
-@pytest.fixture(scope="module")
-def directory(model: Decoder, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-model")
-    write_model(folder, model, tokenizer)
-    return folder
 
 
 def free_port() -> int:
