@@ -9,8 +9,10 @@ import pytest
 import torch
 from triton.backends.nvidia.compiler import get_ptxas_version
 
+from tests.conftest import SENTENCES
 from tests.kernels.truth import assert_no_worse
 from tests.models.huggingface.reference import pair
+from tests.serve import ways
 from tests.serve.compiling import compilations
 from tests.serve.test_families import expected, greedy
 from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
@@ -19,6 +21,7 @@ from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
+from tightfit.models.tokenizer import train_tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.graphs.compiler import Compiler
@@ -92,6 +95,28 @@ def test_every_way_of_running_gives_the_same_tokens(small: Decoder) -> None:
     sampled = answers(Engine(small, None, replace(config, async_steps=False)), **seeded)
     assert answers(Engine(small, None, config), **seeded) == sampled
     assert sampled != wanted
+
+
+def test_guesses_change_nothing(small: Decoder) -> None:
+    """By lookup, skipped layers, a draft of half the layers, and one that is the model itself."""
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        smaller = Decoder(replace(small.spec, layers=2))
+    init_weights(smaller, gain=1.5)
+    ways.check_guesses(small, smaller)
+
+
+def test_giving_way_changes_nothing(small: Decoder) -> None:
+    ways.check_giving_way(small)
+
+
+def test_penalties_are_those_that_are_written_out(small: Decoder) -> None:
+    ways.check_penalties(small)
+
+
+def test_forms_hold_beside_plain_requests(small: Decoder) -> None:
+    pytest.importorskip("llguidance")
+    ways.check_forms(small, train_tokenizer(SENTENCES, 300))
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
