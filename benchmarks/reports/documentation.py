@@ -40,6 +40,8 @@ from benchmarks.reports.serving import (
     behind_text,
     cpu_prediction_rows,
     gpu_prediction_rows,
+    memory_measured,
+    memory_rows,
     speed_commits,
     speed_rows,
 )
@@ -317,6 +319,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
+    "serve-memory": lambda: f"{markdown_table(*memory_rows(RESULTS))}\n\n{memory_measured(RESULTS)}",
     "serve-predicted-gpu": lambda: markdown_table(*gpu_prediction_rows(RESULTS)),
     "serve-predicted": lambda: markdown_table(*cpu_prediction_rows(RESULTS)),
     "serve-speed": lambda: "\n\n".join(

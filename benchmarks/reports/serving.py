@@ -22,6 +22,14 @@ CASES = {
 }
 FEW = 100
 """Below this a number has a digit after its point."""
+MEMORY = {
+    "weights": "weights",
+    "cache": "cache",
+    "graphs": "graphs, buffers, libraries",
+    "step": "largest step",
+    "total": "all of it",
+}
+"""Lines of the budget by their name in serve_memory.csv."""
 STARTS = {"first": "start", "next": "next start"}
 DTYPE = "bfloat16"
 COLUMNS = {
@@ -102,6 +110,30 @@ def _cell(row: Row | None) -> str:
     value = float(row["value"])
     is_whole = row["unit"] == "tok/s" or value >= FEW or (value.is_integer() and row["unit"] == "s")
     return f"{value:,.0f}" if is_whole else f"{value:.1f}"
+
+
+def memory_rows(results: Path) -> Table:
+    """A line a model: GiB that the budget said of a GPU's memory beside what was taken, by the newest rows."""
+    header = ["", "weights are", *MEMORY.values()]
+    rows = newest_memory(results)
+    return header, [[row["model"].upper(), row["weights_in"], *(_memory(row, line) for line in MEMORY)] for row in rows]
+
+
+def memory_measured(results: Path) -> str:
+    """Where that was measured."""
+    places = dict.fromkeys(f"{row['device']} at `{row['commit']}`" for row in newest_memory(results))
+    return f"On {', '.join(places)}." if places else "Not measured yet."
+
+
+def newest_memory(results: Path) -> list[Row]:
+    """The newest row of each model and format of its weights."""
+    return list({(row["model"], row["weights_in"]): row for row in read_rows(results / "serve_memory.csv")}.values())
+
+
+def _memory(row: Row, line: str) -> str:
+    predicted, taken = (float(row[name]) / 1024 for name in (f"predicted_{line}_mib", f"{line}_mib"))
+    error = f" ({predicted / taken - 1:+.1%})".replace("-", "−").replace("%", " %") if line == "total" else ""
+    return f"{predicted:.2f} for {taken:.2f}{error}"
 
 
 def cpu_prediction_rows(results: Path) -> Table:

@@ -10,6 +10,9 @@ from benchmarks.reports.serving import (
     CASES,
     DTYPE,
     behind_text,
+    memory_measured,
+    memory_rows,
+    newest_memory,
     newest_predictions,
     newest_speeds,
     prediction_error,
@@ -33,6 +36,7 @@ STARTS = """date,commit,device,model,kind,start_s
 2026-01-02,a,H200,8b-fp8,first,7
 2026-01-02,a,H200,8b-int4,first,7
 """
+WHOLE = "4.00 for 5.00 (−20.0 %)"
 THEIRS = """engine,model,dtype,case,value,unit
 vLLM 1,1b,bfloat16,one_stream_decode,99.6,tok/s
 other,1b,bfloat16,start,1,s
@@ -77,6 +81,25 @@ def test_rows_of_another_commit_name_it(results: Path) -> None:
     assert commits_apart([old, new]) == {"prefill": "a"}
     assert commits_apart([old, new, old | {"commit": "b"}]) == {}
     assert _served({"value": "1000"}, "a") == "1,000 (`a`)"
+
+
+def test_memory_is_told_line_by_line(tmp_path: Path) -> None:
+    assert memory_measured(tmp_path) == "Not measured yet."
+    lines = {"weights": (1024, 1024), "cache": (2048, 2048), "graphs": (512, 256), "step": (512, 1024)}
+    values: dict[str, str] = {"device": "H200", "commit": "a", "model": "8b", "weights_in": "int4"}
+    for line, (predicted, taken) in {**lines, "total": (4096, 4096 * 1.25)}.items():
+        values |= {f"predicted_{line}_mib": str(predicted), f"{line}_mib": str(taken)}
+    (tmp_path / "serve_memory.csv").write_text(f"{','.join(values)}\n{','.join(values.values())}\n")
+    header, rows = memory_rows(tmp_path)
+    assert len(header) == len(rows[0])
+    assert rows == [["8B", "int4", *(f"{a / 1024:.2f} for {b / 1024:.2f}" for a, b in lines.values()), WHOLE]]
+    assert memory_measured(tmp_path) == "On H200 at `a`."
+
+
+def test_what_was_measured_of_memory_is_near_what_was_predicted() -> None:
+    """The whole within two parts in a hundred, once there are rows."""
+    errors = [float(row["predicted_total_mib"]) / float(row["total_mib"]) - 1 for row in newest_memory(RESULTS)]
+    assert all(abs(error) <= 0.02 for error in errors), errors
 
 
 def test_the_page_says_what_first_requests_of_new_lengths_took() -> None:

@@ -1,5 +1,6 @@
 """Serving on a real card: graphs, overlapped kernels and tokens chosen there give what transformers gives elsewhere."""
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from triton.backends.nvidia.compiler import get_ptxas_version
 
+from benchmarks import serve_memory
 from tests.conftest import SENTENCES
 from tests.kernels.truth import assert_no_worse
 from tests.models.huggingface.reference import pair
@@ -236,3 +238,10 @@ def test_keys_and_values_in_a_byte_each(small: Decoder, form: CacheFormat) -> No
     plain.runner.cache.impl = "torch"
     assert answers(fast) == answers(plain)
     assert fast.runner.cache.storage.element_size() == 1
+
+
+def test_a_gpus_memory_is_taken_as_the_budget_said() -> None:
+    """All of it within two parts in a hundred; weights and cache are exact but for what an allocator rounds up."""
+    row: Any = serve_memory.measure("1b", argparse.Namespace(device="cuda"))
+    for line, error in (("weights", 0.002), ("cache", 0.002), ("total", 0.02)):
+        assert row[f"{line}_mib"] == pytest.approx(row[f"predicted_{line}_mib"], rel=error), row
