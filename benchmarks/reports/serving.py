@@ -1,13 +1,10 @@
 """Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted beside what was measured."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.reports.compression import Row, Table, commits_apart, read_rows
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
-from tightfit.models.quantized.held_weights import HeldWeights
-from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving import Serving, make_serving
 from tightfit.plan.serving_step import Step
 
@@ -40,7 +37,6 @@ COLUMNS = {
 """Models and weights that are laid beside the peer."""
 UNITS_OF_TIME = ("ms", "s")
 PRESETS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
-SCHEMES = {"fp8": Scheme(kind="fp8", bits=8, group=0), "int4": Scheme(bits=4, group=128)}
 PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "int4"))
 """Models and weights that the GPU's predictions are laid beside."""
 
@@ -207,14 +203,8 @@ def predicted_on_gpu(model: str, weights: str) -> dict[str, float]:
 
 
 def _serving(model: str, weights: str, length: int = 1, requests: int = 1) -> Serving:
-    name = PRESETS[model]
-    plain = make_serving(name, preset(name), parse_machine("H200"), "bf16", length, requests)
-    if weights == DTYPE:
-        return plain
-    scheme, ends = SCHEMES[weights], 2 * plain.spec.vocab_size * plain.spec.hidden_size
-    bits = scheme.bits + (32 / scheme.group if scheme.group else 0)  # a scale and a zero point of 16 bits a group
-    held_bytes = int((plain.spec.params() - ends) * bits / 8) + 2 * ends
-    return replace(plain, compressed=HeldWeights(held_bytes, 0, 0, weights, scheme))
+    name, form = PRESETS[model], "bf16" if weights == DTYPE else weights
+    return make_serving(name, preset(name), parse_machine("H200"), form, length, requests)
 
 
 def _told(predicted: float, measured: float | None, commit: str | None) -> str:
