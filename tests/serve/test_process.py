@@ -39,6 +39,8 @@ from tightfit.serve.http import replicas
 from tightfit.serve.http.server import ServerOptions, serve
 from tightfit.serve.peer_load import TransformersPeer
 from tightfit.serve.ranks.watch import RankWatch
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 
 def free_port() -> int:
@@ -103,9 +105,6 @@ def test_sigterm_lets_open_answers_finish(directory: Path, tmp_path: Path) -> No
 def test_several_processes_answer_as_one_and_end_together(
     directory: Path, loaded: LoadedModel, more: tuple, tmp_path: Path
 ) -> None:
-    from tightfit.serve.requests.request import Request
-    from tightfit.serve.requests.sampling import Sampling
-
     prompt, sampling = [5, 17, 3, 42], Sampling(max_tokens=8, temperature=0)
     engine = Engine(loaded.model, loaded.tokenizer, EngineConfig(cache_bytes=2**20, max_sequences=4))
     wanted = engine.generate([Request(id="x", prompt=prompt, sampling=sampling)])["x"][0].text
@@ -304,6 +303,33 @@ def test_bench_serve_beside_transformers(
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         assert torch.allclose(peer(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_bench_serve_beside_llama_cpp(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a GGUF file, which it answers from as we do."""
+    from tightfit.cli.bench import serve as bench_serve
+    from tightfit.serve.llama_peer import LlamaCpp
+
+    pytest.importorskip("xllamacpp")
+    measure_little(monkeypatch)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(model, tokenizer, path, "fp32")
+    asked: Any = {"at_once": [1, 2], "prompt_tokens": 8, "answer_tokens": 4, "rounds": 1, "device": "cpu"}
+    bench_serve(str(path), **asked, peers=True, as_json=True)
+    told = json.loads(capfd.readouterr().out)
+    assert [row["at_once"] for row in told["llama.cpp"]] == [1, 2]
+    assert all(row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in told["llama.cpp"])
+    assert "transformers" not in told
+    prompt, engine = [5, 17, 3, 42], Engine(model, None, EngineConfig(cache_bytes=2**20, max_sequences=4))
+    sampling = Sampling(max_tokens=6, temperature=0)
+    ours = engine.generate([Request(id="x", prompt=prompt, sampling=sampling)])["x"][0].tokens
+    assert LlamaCpp(path).tokens(prompt, 6) == ours
 
 
 def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
