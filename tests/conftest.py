@@ -57,6 +57,15 @@ if not DEALS_OUT:
     set_up()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    from tests import shared_server
+
+    if not DEALS_OUT:
+        shared_server.connect()
+    elif config.args_source is config.ArgsSource.TESTPATHS and shared_server.can_be_shared():
+        shared_server.start_for_workers()
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
@@ -91,7 +100,7 @@ def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server() -> None:
     """For tests of what forks by itself: the server of forked processes, with what tests need imported."""
-    from tests.distributed.group import PRELOADED
+    from tests.shared_server import PRELOADED
     from tightfit.launch.forked import start_server
 
     start_server(PRELOADED)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.distributed.group import PRELOADED
+from tests.shared_server import PRELOADED
 from tightfit.launch.forked import Forked
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.group import PRELOADED
+from tests.shared_server import PRELOADED
 from tests.speed import python_s
 from tightfit.launch.forked import start_server
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+from tests.shared_server import PRELOADED
 from tightfit.launch.forked import start_server
 
 Function = Callable[..., Any]
-PRELOADED = ["tests.preloaded"]
 ANSWER_S = 300
 """How long a rank may take: minutes only where the machine has much else to do."""
 FAILED_S = 20

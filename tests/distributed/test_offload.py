@@ -41,8 +41,8 @@ LAYOUTS = {
 }
 
 
-def judged(target: CheckTarget) -> Verdict:
-    return compare(target, mesh_of(target.layout), torch.device("cpu"))
+def judged(target: CheckTarget, steps: int) -> Verdict:
+    return compare(target, mesh_of(target.layout), torch.device("cpu"), steps=steps)
 
 
 def target_of(layout: Layout, **levers: Any) -> CheckTarget:
@@ -50,8 +50,8 @@ def target_of(layout: Layout, **levers: Any) -> CheckTarget:
     return CheckTarget(spec, layout, Levers(**levers), passes=2)
 
 
-def assert_same(group: Make, target: CheckTarget, least: int = 60) -> None:
-    verdict = group(target.layout.ranks).run(judged, target)[0]
+def assert_same(group: Make, target: CheckTarget, least: int = 60, steps: int = 2) -> None:
+    verdict = group(target.layout.ranks).run(judged, target, steps)[0]
     assert verdict.same, verdict.first
     assert verdict.compared > least
 

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.group import PRELOADED
 from tests.fuzz.materials import TEXTS
+from tests.shared_server import PRELOADED
 from tests.train.jobs import checkpoint_files, latest_checkpoint, run_and_die, tiny_job
 from tightfit.jobs.job import Job
 from tightfit.launch.forked import start_server

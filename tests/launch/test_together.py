@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.group import PRELOADED
+from tests.shared_server import PRELOADED
 from tightfit.errors import UserError
 from tightfit.launch import stopped, together
 from tightfit.launch.together import run_together, share_threads

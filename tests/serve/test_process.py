@@ -21,10 +21,10 @@ import torch
 from typer.testing import CliRunner
 
 from tests.covering import thorough
-from tests.distributed.group import PRELOADED
 from tests.programs import call_forked, started
 from tests.serve.little_timing import measure_little
 from tests.serve.sleeping import sleep
+from tests.shared_server import PRELOADED
 from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.launch.forked import Forked

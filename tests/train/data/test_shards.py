@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.group import PRELOADED
+from tests.shared_server import PRELOADED
 from tests.train.jobs import tokenize_slowly
 from tightfit.errors import UserError
 from tightfit.launch.forked import start_server
