@@ -7,6 +7,8 @@ GPU, whose kernels are not interpreted, nor where Python's server asks who calls
 
 import multiprocessing.forkserver
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -14,7 +16,7 @@ from tightfit.launch.forked import GPU_FILES, start_server
 
 PRELOADED = ["tests.preloaded"]
 ADDRESS = "TEST_FORKSERVER"
-SERVER: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+SERVER: Any = multiprocessing.forkserver._forkserver
 
 
 def can_be_shared() -> bool:
@@ -25,8 +27,25 @@ def can_be_shared() -> bool:
 def start_for_workers() -> None:
     """Have a server import what forked processes need, and tell workers that are started later where it is."""
     os.environ["TRITON_INTERPRET"] = "1"  # as conftest.py says in workers
-    start_server(PRELOADED)
+    with silent():
+        start_server(PRELOADED)
     os.environ[ADDRESS] = SERVER._forkserver_address
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """What is started inside prints to nobody, as it would from a worker: not between the dots of the suite."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    nobody = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in kept:
+            os.dup2(nobody, number)
+        yield
+    finally:
+        for number, own in kept.items():
+            os.dup2(own, number)
+            os.close(own)
+        os.close(nobody)
 
 
 def connect() -> None:

@@ -112,7 +112,8 @@ def test_stopped_and_resumed_in_the_same_layout_is_bit_equal(
 
 
 @pytest.mark.parametrize(
-    ("precision", "readers"), [("bf16", [(1, 0), (4, 2)]), thorough("bf16", [(2, 0)]), thorough("fp32", [(1, 0), (4, 2)])]
+    ("precision", "readers"),
+    [("bf16", [(1, 0), (4, 2)]), thorough("bf16", [(2, 0)]), thorough("fp32", [(1, 0), (4, 2)])],
 )
 def test_another_number_of_ranks_holds_the_same_bits(
     group: Make, make: Callable[..., Job], precision: str, readers: list[tuple[int, int]]

@@ -57,7 +57,8 @@ SHARDS, REPLICAS = {"data": 4, "zero": 3, "shard_inside": 2}, {"tensor": 2, "dat
 
 
 @pytest.mark.parametrize(
-    ("precision", "layouts"), [("bf16", [SHARDS, REPLICAS]), thorough("bf16", [{}, TWO]), thorough("fp32", [{}, SHARDS])]
+    ("precision", "layouts"),
+    [("bf16", [SHARDS, REPLICAS]), thorough("bf16", [{}, TWO]), thorough("fp32", [{}, SHARDS])],
 )
 def test_other_layouts_hold_the_same_bits(
     group: Make, make: Callable[..., Job], precision: str, layouts: list[dict[str, int]]
