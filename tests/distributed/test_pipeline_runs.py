@@ -42,7 +42,7 @@ LAYOUTS = {
 UNFLUSHED = {"pipeline": 2, "schedule": "2bw"}
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zero-1", thorough("1f1b"), thorough("tensor")])
+@pytest.mark.parametrize("name", ["zero-1", *map(thorough, ("interleaved", "1f1b", "tensor"))])
 def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], name: str) -> None:
     job, one = make("many", LAYOUTS[name]), make("one")
     results = run_on(group, job)

@@ -84,7 +84,7 @@ def assert_same_run(found: Path, truth: Path, step: int = 4) -> None:
             assert our_row[key] == pytest.approx(their_row[key], rel=1e-4), (our_row, key)
 
 
-@pytest.mark.parametrize(("data", "zero"), [thorough(2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("data", "zero"), [thorough(2, 0), thorough(2, 1), (4, 3)])
 def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], data: int, zero: int) -> None:
     job, one = make("many", data, zero), make("one")
     results = run_on(group, job)
