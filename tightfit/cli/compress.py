@@ -169,23 +169,25 @@ def _source(options: CompressOptions) -> dict[str, Any]:
 def _narrowed(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
     from tightfit.compress.narrowing import NarrowingJob, narrow
     from tightfit.errors import UserError
+    from tightfit.report.compression_report import write_report
 
     if options.form is not None:
         form = options.form
         raise UserError(f"--format is {form}, a layout of codes, but structured pruning quantizes nothing; drop it")
-    return narrow(NarrowingJob(kept=options.kept, **source), progress.announce, progress.layer)
+    return narrow(NarrowingJob(kept=options.kept, **source), progress.announce, progress.layer, write_report)
 
 
 def _factored(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
     from tightfit.compress.factoring import FactoringJob, factorise
     from tightfit.errors import UserError
+    from tightfit.report.compression_report import write_report
 
     method, form = options.method, options.form
     if form is not None:
         raise UserError(f"--format is {form}, a layout of codes, but {method} quantizes nothing; drop it")
     fields = source | ({} if options.keep is None else {"keep": options.keep})
     job = FactoringJob(method="svd" if method == "svd" else "whitened", **fields)
-    return factorise(job, progress.announce, progress.layer)
+    return factorise(job, progress.announce, progress.layer, write_report)
 
 
 def _compressed(
@@ -193,6 +195,7 @@ def _compressed(
 ) -> "CompressionReport":
     from tightfit.compress.compression import CompressionJob, compress
     from tightfit.compress.recipe import read_recipe, recipe_of
+    from tightfit.report.compression_report import write_report
 
     if options.recipe is None:
         recipe = recipe_of(options.method, **options.method_options)
@@ -202,7 +205,7 @@ def _compressed(
         told = f"but {recipe.describe()} looks at no text; leave it out, or give --data to have errors measured"
         refuse_given(options, ("samples", "sequence_length"), told)
     job = CompressionJob(recipe=recipe, format=options.form, **source)
-    return compress(job, progress.announce, progress.layer)
+    return compress(job, progress.announce, progress.layer, write_report)
 
 
 def _fitted(
@@ -212,9 +215,10 @@ def _fitted(
     from tightfit.compress.fitting import fit_bits
     from tightfit.compress.recipe import Recipe
     from tightfit.hardware.machine import parse_machine
+    from tightfit.report.compression_report import write_report
 
     machine = parse_machine(card)
     job = CompressionJob(recipe=Recipe(()), format=options.form, **source)
     found = fit_bits(job, machine, options.context, options.method, progress.say)
     progress.say(found.describe(machine))
-    return compress(replace(job, recipe=found.recipe), progress.announce, progress.layer)
+    return compress(replace(job, recipe=found.recipe), progress.announce, progress.layer, write_report)

@@ -27,7 +27,7 @@ from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
 from tightfit.compress.own_text import describe_own_text
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.report import CompressionReport, LayerReport
+from tightfit.compress.report import Beside, CompressionReport, LayerReport, nothing_beside
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
@@ -57,14 +57,20 @@ Progress = Callable[[int, int, LayerReport], None]
 """Told after every layer: how many are done, of how many, and what came of it."""
 
 
-def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], progress: Progress) -> CompressionReport:
+def compress(
+    job: CompressionJob,
+    announce: Callable[[CompressionCost], None],
+    progress: Progress,
+    beside: Beside = nothing_beside,
+) -> CompressionReport:
     """Do `job`; `announce` hears the predicted cost before anything is written."""
-    return _Compression(job, announce).run(progress)
+    return _Compression(job, announce, beside).run(progress)
 
 
 class _Compression:
-    def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
+    def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
         job.require()
+        self.beside = beside
         self.began = time.monotonic()
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
@@ -204,8 +210,12 @@ class _Compression:
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(folder)
-            shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
-            self.directory.finish()
+            report = self._report(reports, resumed)
+            self.directory.finish(lambda folder: self.beside(report, folder))
+        return report
+
+    def _report(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
+        shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
         measured = replace(
             self.predicted,
             result_bytes=sum(shards),

@@ -31,7 +31,7 @@ from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.report import CompressionReport, LayerReport
+from tightfit.compress.report import Beside, CompressionReport, LayerReport
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import find_source_tokenizer
@@ -52,8 +52,9 @@ class Rewritten:
 class LayerRewriting(ABC):
     """One job: checked when it is made, and its cost announced; nothing is written before `run`."""
 
-    def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None]) -> None:
+    def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
         job.require()
+        self.beside = beside
         self.job, self.began, self.device = job, time.monotonic(), torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
@@ -182,8 +183,12 @@ class LayerRewriting(ABC):
                 self.tokenizer.save(folder)
             for name, content in self.more_files().items():
                 (folder / name).write_text(content, encoding="utf-8")
-            written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))
-            self.directory.finish()
+            report = self._report(reports, resumed)
+            self.directory.finish(lambda folder: self.beside(report, folder))
+        return report
+
+    def _report(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
+        written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))
         measured = replace(
             self.predicted,
             result_bytes=written,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tightfit.report.compression_report import PICTURE_FILE, Compared, write_report
+from tightfit.report.compression_report import PICTURE_FILE, Compared
 from tightfit.report.tables import gib, print_json
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def _fullest(ledger: "Ledger") -> str:
 
 
 def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
-    """Errors by layer, and the cost as predicted beside the cost as measured; a report of it beside the model."""
-    write_report(report)
+    """Errors by layer, and the cost as predicted beside the cost as measured."""
     if as_json:
         return print_json(asdict(report))
     names = sorted({name for layer in report.layers for name in layer.errors})
