@@ -2,7 +2,8 @@
 
 Every call reads other memory than the one before (weights rotate through more than the L2 cache holds), as in a model.
 `copy_gb_s` is the copy bandwidth measured in the same run, `read_gb_s` what the weight alone is read at. Appends to
-benchmarks/results/quantized_linear.csv; about a minute on an H200.
+benchmarks/results/quantized_linear.csv; about a minute on an H200. Rows of commits 81fad7a and e182d67 timed the
+host, call by call (docs/LOG.md); those of fcdbbb90 and later are replayed graphs and count.
 
     python -m benchmarks.quantized_linear
     python -m benchmarks.quantized_linear --tiny --device cpu      # checks that everything runs

@@ -52,7 +52,7 @@ class CompressOptions:
     keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None
     keep: Annotated[float | None, typer.Option(help="Share of the matrices' numbers that stays (svd); 0.7.")] = None
     fit: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Choose bits layer by layer so that it serves on this card.")
+        str | None, typer.Option(metavar="CARD", help="Choose bits by layer for this card; holds the model in float32.")
     ] = None
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None
     recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None
@@ -92,6 +92,8 @@ class CompressOptions:
 @takes_options
 def compress(options: CompressOptions) -> None:
     """Quantize or prune a model layer by layer, with one layer in memory at a time.
+
+    Two things hold the whole model first: without --data it writes its own text, and --fit measures it in float32.
 
     Killed, it goes on where it was when the same command is given again. What comes out is a model everywhere:
     tightfit sample, evaluate --against and export take it, and transformers loads it.
