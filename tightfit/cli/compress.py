@@ -223,4 +223,5 @@ def _fitted(
     job = CompressionJob(recipe=Recipe(()), format=options.form, **source)
     found = fit_bits(job, machine, options.context, options.method, progress.say)
     progress.say(found.describe(machine))
-    return compress(replace(job, recipe=found.recipe), progress.announce, progress.layer, write_report)
+    job = replace(job, recipe=found.recipe, expected_kl=found.choice.loss)
+    return compress(job, progress.announce, progress.layer, write_report)

@@ -29,7 +29,7 @@ from tightfit.compress.bit_choice import (
 from tightfit.compress.compression import CompressionJob
 from tightfit.compress.cost import PLAIN_BYTES
 from tightfit.compress.kept_choice import KeptChoice
-from tightfit.compress.memory import FLOAT
+from tightfit.compress.memory import FLOAT, PROBED_LENGTH, PROBED_ROWS
 from tightfit.compress.model_parts import NOT_DIVERGED
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
@@ -44,9 +44,6 @@ from tightfit.models.quantized.held_weights import expanded_bytes
 from tightfit.models.saving import require_float16
 from tightfit.models.spec import ModelSpec
 
-SENSITIVITY_ROWS = 8
-"""Calibration rows that sensitivities are measured on; their noise is far below the differences between layers."""
-SENSITIVITY_LENGTH = 512
 FITTED_METHODS = ("gptq", "rtn")
 MIXING_FORMATS = ("compressed-tensors", "tightfit")
 """Layouts that hold several widths."""
@@ -146,7 +143,7 @@ def fit_bits(
     kept = KeptChoice(job.cache, spec, facts)
     choice = kept.read()
     if choice is None:
-        rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
+        rows = [row[None, :PROBED_LENGTH].to(job.device) for row in calibration.tokens[:PROBED_ROWS]]
         choice = _measured_choice(job, rows, group, budget, say)
         kept.write(choice)
     else:

@@ -56,6 +56,7 @@ class CompressionProgress:
             self.say(_fullest(cost.ledger))
         if cost.calibration:
             self.say(f"layers are looked at with {cost.calibration}")
+        self.say(_quality_to_come(cost))
 
     def say(self, text: str) -> None:
         """A line before the layers."""
@@ -76,6 +77,15 @@ class CompressionProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+
+
+def _quality_to_come(cost: "CompressionCost") -> str:
+    """What is known of the loss before anything is written."""
+    if cost.kl is not None:
+        return f"expected KL to the original {cost.kl:.4f} nats a token, rounded to nearest; measured when done"
+    if cost.calibration:
+        return "what it costs in quality has no estimate before; KL to the original is measured on some of those rows"
+    return "what it costs in quality has no estimate, and no text to measure it with: tightfit evaluate --against"
 
 
 def _fullest(ledger: "Ledger") -> str:
@@ -116,6 +126,9 @@ def _costs(report: "CompressionReport") -> Table:
     table.add_row("size", gib(report.predicted.result_bytes), gib(report.measured.result_bytes))
     whose = "whole process" if report.device == "cpu" else "GPU"
     table.add_row("peak memory", gib(report.predicted.memory_bytes), f"{gib(report.measured.memory_bytes)} ({whose})")
+    expected, lost = report.predicted.kl, report.measured.kl
+    told = "no text" if lost is None else f"{lost:.4f} (calibration rows)"
+    table.add_row("KL to the original", "no estimate" if expected is None else f"{expected:.4f}", told)
     table.add_row("time", f"{report.predicted.flops / 1e12:.1f} TFLOP", f"{report.measured.seconds:.0f} s")
     return table
 
