@@ -25,6 +25,10 @@ LONGEST_RECIPE = 300
 """Characters of it that are printed; one that names every matrix is whole in the report."""
 
 
+SPEED_PERIOD_S = 24 * 3600.0
+"""Layers by whose time that which is left is reckoned: all; rich's 30 s are shorter than one of a large model."""
+
+
 class CompressionProgress:
     """The announced cost, then a bar: layer, its error, time left. Plain lines where there is no terminal."""
 
@@ -38,6 +42,7 @@ class CompressionProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
+            speed_estimate_period=SPEED_PERIOD_S,
             disable=quiet or not self.console.is_terminal,
         )
         self._task = self._bar.add_task("", total=None, told="")
