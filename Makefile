@@ -82,3 +82,4 @@ dry-runs: install
 
 stress: install
 	@$(BIN)/python -m tests.fuzz.killing --kills 50 --seed $(SEED)
+	@$(BIN)/python -m tests.fuzz.killed_compression --kills 50 --seed $(SEED)

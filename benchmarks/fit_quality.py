@@ -3,9 +3,11 @@
 Sensitivities are measured on calibration text, as `tightfit compress --fit` does; then mixes are rounded to nearest and
 measured on other text. Ten mixes are random; ten are chosen for budgets from 3.4 to 6.5 bits a weight. Every
 width for all layers is measured too, beside the mix that is chosen for exactly its bytes.
-Appends to benchmarks/results/fit_quality.csv and draws fit_quality.png beside it, where matplotlib is installed.
+Appends to benchmarks/results/fit_quality.csv and draws fit_quality.png beside it, where matplotlib is installed; what
+measuring the sensitivities took goes to fit_seconds.csv.
 
     python -m benchmarks.fit_quality --calibrate wiki.train.txt --test wiki.test.txt
+    python -m benchmarks.fit_quality --calibrate wiki.train.txt --only-time
 """
 
 import argparse
@@ -15,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from math import exp
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -127,7 +130,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--calibrate", required=True)
-    parser.add_argument("--test", required=True)
+    parser.add_argument("--test")
+    parser.add_argument("--only-time", action="store_true", help="measure sensitivities and no mixes")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, default=8, help="calibration rows")
     parser.add_argument("--windows", type=int, default=8, help="test rows")
@@ -138,10 +142,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit")
     chosen = parser.parse_args()
+    if not (chosen.test or chosen.only_time):
+        parser.error("say --test, or --only-time")
     loaded = load_model(chosen.model, device=chosen.device, packed=False)
     spec = loaded.model.spec
     texts = []
-    for source, count in ((chosen.calibrate, chosen.rows), (chosen.test, chosen.windows)):
+    tested = [] if chosen.only_time else [(chosen.test, chosen.windows)]
+    for source, count in [(chosen.calibrate, chosen.rows), *tested]:
         found = read_calibration(
             chosen.model,
             spec,
@@ -154,7 +161,19 @@ def main() -> None:
         )
         texts.append([row[None].to(chosen.device) for row in found.tokens])
     group = group_of(spec)
+    began = monotonic()
     measured = measure_sensitivities(loaded.model, texts[0], group, say=lambda text: print(text, flush=True))
+    time_row = {
+        "model": chosen.model,
+        "calibration": f"{len(texts[0])} x {chosen.length}",
+        "widths": " ".join(map(str, WIDTHS)),
+        "threads": torch.get_num_threads(),
+        "seconds": round(monotonic() - began, 1),
+    }
+    append_row("fit_seconds", time_row, folder=chosen.results, commit=chosen.commit)
+    print(time_row, flush=True)
+    if chosen.only_time:
+        return
     reference, original = reference_predictions(loaded.model, texts[1])
     quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
     rows = []

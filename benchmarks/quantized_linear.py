@@ -5,6 +5,8 @@ Every call reads other memory than the one before (weights rotate through more t
 benchmarks/results/quantized_linear.csv. On an H200 about a minute, mostly for compiling, which one process for each row
 count does faster (`--rows 1 --rounds 1 --results elsewhere` and so on, before). Ours are measured before others are
 made: nothing that those do can take these rows away.
+Rows of commits 81fad7a and e182d67 timed the host, call by call (docs/LOG.md); those of fcdbbb90 and later are replayed
+graphs and count.
 
     python -m benchmarks.quantized_linear
     python -m benchmarks.quantized_linear --tiny --device cpu      # checks that everything runs

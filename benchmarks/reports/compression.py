@@ -130,7 +130,33 @@ def ahead_rows(path: Path, length: int) -> Table:
         ours = _best(row for row in rows if row["package"] == "tightfit" and float(row["bits_per_weight"]) <= most)
         if ours is not None:
             made.append((str(bits), _told(ours), _told(others), f"{float(others['kl']) / float(ours['kl']):.2f}"))
-    return ("bits", "our best", "the best of the others", "their KL, ours being 1"), made
+    return ("bits", "our best of no more bytes", "the best of the others", "their KL, ours being 1"), made
+
+
+def same_numbers_rows(path: Path, length: int) -> Table:
+    """Of all numbers that both have, in one layout of the same bytes: our best method beside the others' best."""
+    rows = [row for row in quality_measured(path, length) if float(row["kl"]) > 0]
+    made = []
+    for _, scheme in sorted({(-int(row["bits"]), row["scheme"]) for row in rows}):
+        alike = [row for row in rows if row["scheme"] == scheme]
+        others = _best(row for row in alike if row["package"] != "tightfit")
+        ours = _best(row for row in alike if row["package"] == "tightfit")
+        if others is None or ours is None:
+            continue
+        sizes = f"{float(ours['bits_per_weight']):.2f}"
+        if others["bits_per_weight"] != ours["bits_per_weight"]:
+            sizes += f", theirs {float(others['bits_per_weight']):.2f}"
+        told = (
+            f"{row['method']}{_by(row)}: {float(row['perplexity']):.2f}, {float(row['kl']):.4f}"
+            for row in (ours, others)
+        )
+        made.append((scheme, sizes, *told))
+    return ("the same numbers", "bits a weight", "our best: perplexity, KL", "the best of the others"), made
+
+
+def _by(row: Row) -> str:
+    """Whose row it is, in brackets, where it is not ours."""
+    return "" if row["package"] == "tightfit" else f" ({PACKAGES.get(row['package'], row['package'])})"
 
 
 def _best(rows: Iterable[Row]) -> Row | None:
@@ -138,9 +164,8 @@ def _best(rows: Iterable[Row]) -> Row | None:
 
 
 def _told(row: Row) -> str:
-    who = "" if row["package"] == "tightfit" else f" ({PACKAGES.get(row['package'], row['package'])})"
     size, loss = float(row["bits_per_weight"]), f"perplexity {float(row['perplexity']):.2f}, KL {float(row['kl']):.4f}"
-    return f"{row['method']} {row['scheme']}{who}, {size:.2f} bits a weight: {loss}"
+    return f"{row['method']} {row['scheme']}{_by(row)}, {size:.2f} bits a weight: {loss}"
 
 
 def nearest_rows(path: Path) -> Table:

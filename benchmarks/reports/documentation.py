@@ -25,6 +25,7 @@ from benchmarks.reports.compression import (
     predicted_cost_rows,
     quality_rows,
     quality_text,
+    same_numbers_rows,
     served_rows,
     static_rows,
     static_text,
@@ -205,10 +206,10 @@ def hf_step() -> str:
 
 
 def compress_quality(length: int) -> str:
-    """Quality of compressed weights in windows of `length`: what it is over, our best beside others', and all rows."""
+    """Quality of compressed weights in windows of `length`: what it is over, our best beside others', all rows."""
     path = RESULTS / "compress_quality.csv"
     parts = [quality_text(path, length)]
-    for made in (ahead_rows(path, length), quality_rows(path, length)):
+    for made in (ahead_rows(path, length), same_numbers_rows(path, length), quality_rows(path, length)):
         parts += [markdown_table(*made)] if made[1] else []
     return "\n\n".join(parts)
 

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from benchmarks.compress_entries import entries
-from benchmarks.reports.compression import fewer_windows_rows, nearest_rows, static_rows, static_text
+from benchmarks.reports.compression import fewer_windows_rows, nearest_rows, same_numbers_rows, static_rows, static_text
 
 STATIC = "int8 per channel (static int8 activations), "
 COLUMNS = ("package", "method", "scheme", "bits", "length", "windows", "perplexity", "kl")
@@ -32,6 +32,25 @@ def test_rounding_is_compared_over_the_same_windows(tmp_path: Path) -> None:
         ("tightfit", "rtn", "int8 per channel (int8 activations)", "8", "512", "32", "21", "0.1"),
     )
     assert nearest_rows(path)[1] == [("3", "90.00", "100.00", "-10.0%", "1.2000", "1.4000", "32")]
+
+
+def test_methods_are_compared_in_the_same_numbers(tmp_path: Path) -> None:
+    """Not with wider codes that are no larger than somebody's of another layout."""
+    path = table(
+        tmp_path / "rows.csv",
+        ("tightfit", "round", "int5 g64 asym", "5", "512", "256", "30", "0.01"),
+        ("tightfit", "round", "int4 g64 asym", "4", "512", "256", "31", "0.07"),
+        ("tightfit", "gptq", "int4 g64 asym", "4", "512", "256", "32", "0.11"),
+        ("auto-round", "auto-round", "int4 g64 asym", "4", "512", "256", "31.5", "0.09"),
+        ("gptqmodel", "gptq", "int4 g64 asym", "4", "512", "256", "35", "0.18"),
+        ("llama.cpp", "gguf", "q4_k_m", "4", "512", "256", "29", "0.03"),
+        ("tightfit", "gptq", "int3 g64 asym", "3", "512", "256", "43", "0.4"),
+        ("gptqmodel", "gptq", "int3 g64 asym", "3", "512", "256", "60", "0.7"),
+    )
+    assert same_numbers_rows(path, 512)[1] == [
+        ("int4 g64 asym", "4.10", "round: 31.00, 0.0700", "auto-round (AutoRound): 31.50, 0.0900"),
+        ("int3 g64 asym", "4.10", "gptq: 43.00, 0.4000", "gptq (GPTQModel): 60.00, 0.7000"),
+    ]
 
 
 def test_methods_of_fewer_windows_are_told_apart(tmp_path: Path) -> None:

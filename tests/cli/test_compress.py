@@ -104,6 +104,13 @@ def test_other_ways_to_shrink(
     assert made.code == 0, made.err
     assert "will write" in made.err
     assert ("expected perplexity" in made.err) == (method[0] == "--fit")
+    record = json.loads((small / "report.json").read_text())
+    assert record["measured"]["kl"] > 0
+    [row] = [line.split() for line in made.out.splitlines() if "KL to the original" in line]
+    expected = record["predicted"]["kl"]
+    assert row[4:] == [*(["no", "estimate"] if expected is None else [f"{expected:.4f}"]), *row[-3:]]
+    assert (expected is not None) == (method[0] == "--fit")
+    assert row[-3:] == [f"{record['measured']['kl']:.4f}", "(calibration", "rows)"]
     compared = tightfit("evaluate", small, "--data", text, "--against", tiny, "--seq", 64, *cache, "--json").json
     assert compared["kl"]["mean"] > 0
     assert len(tightfit("sample", small, "-p", "the ", "-n", 4, "--json").json["continuations"]) == 1

@@ -95,6 +95,25 @@ def test_ranges_by_their_definitions(symmetric: bool) -> None:
     assert fit_grid(weight, few, "kl").scale.amax() < fit_grid(weight, few).scale.amax()
 
 
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [True, False], ids=["signed", "unsigned"])
+def test_codes_are_round_n_over_s_plus_z(bits: int, symmetric: bool) -> None:
+    """In float64, cut off at the ends; signed numbers are kept with 2^(bits−1) added. No code wraps around."""
+    scheme = Scheme(bits=bits, group=64, symmetric=symmetric)
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(bits)) + 0.3 * (not symmetric)
+    grid, ends = fit_grid(weight, scheme), (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
+    scale = grid.scale.double().repeat_interleave(64, 1)
+    zero = torch.zeros_like(scale) if grid.zero is None else grid.zero.double().repeat_interleave(64, 1)
+    for times in (1, 3):  # within the range that was fitted, and beyond it
+        coded, quotient = grid.code(times * weight), times * weight.double() / scale
+        made, wanted = coded.codes.double() - 2 ** (bits - 1) * symmetric, quotient.round() + zero
+        differs = made != wanted.clamp(*ends)
+        halfway = (quotient - quotient.floor() - 0.5).abs() < 1e-4
+        assert not bool((differs & ~halfway).any()), "halves go either way"
+        assert bool(((wanted < ends[0] - 1) | (wanted > ends[1] + 1)).any()) == (times == 3)
+        torch.testing.assert_close(coded.dequantize().double(), (made - zero) * scale, rtol=1e-6, atol=1e-9)
+
+
 def test_asymmetric_codes_keep_zero_exact() -> None:
     weight = matrix().abs() + 0.3
     weight[:, 0] = 0

@@ -28,6 +28,7 @@ from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
 from tightfit.models.tensor_file import save_tensors
 from tightfit.models.tokenizer import Tokenizer
+from tightfit.report.compression_report import write_report
 from tightfit.serve.weights.joint import can_join
 from tightfit.writer_lock import locked_beside
 
@@ -132,6 +133,22 @@ def test_killed_and_run_again(
         path.name for path in (tmp_path / "small").iterdir()
     }
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_lies_beside_comes_before_the_name(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """Killed while the report is written, nothing is lost: the next run has all layers, and writes it."""
+
+    def killed(report: CompressionReport, folder: Path) -> None:
+        (folder / "report.json").write_text("half of a report")
+        raise KeyboardInterrupt
+
+    job = CompressionJob(model=str(tiny), out=tmp_path / "small", recipe=recipe_of("rtn", bits=8), cache=token_cache)
+    with pytest.raises(KeyboardInterrupt):
+        compress(job, lambda cost: None, lambda *_: None, killed)
+    assert not job.out.exists()
+    resumed = compress(job, lambda cost: None, lambda *_: None, write_report)
+    assert resumed.resumed_layers == SPEC.layers
+    assert len(json.loads((job.out / "report.json").read_text())["layers"]) == SPEC.layers
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

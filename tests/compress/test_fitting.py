@@ -188,7 +188,11 @@ def test_a_model_that_fits_its_card(fitted: tuple[CompressionJob, Fit]) -> None:
     assert found.ledger.peak_bytes() <= found.card_bytes
     assert len(set(found.choice.bits.values())) > 1
     assert found.choice.bytes <= weight_budget_bytes(UNTIED, found.card_bytes, 100)
-    assert found.choice.loss <= found.sensitivities.uniform[4]  # as measured: the only width for all that fits
+    original = load_model(job.model).model
+    rows = [row[None] for row in job.read_calibration(UNTIED).tokens]
+    reference, _ = reference_predictions(original, rows)
+    with rounded_to(original, dict.fromkeys(units(UNTIED), 4), 64):  # the only width for all that fits
+        assert found.choice.loss <= divergence(original, rows, reference)
     compress(replace(job, recipe=found.recipe), lambda cost: None, lambda done, total, layer: None)
     assert assert_held_as_said(job.out).total_bytes == found.choice.bytes
     stored = sum(
@@ -241,6 +245,24 @@ def test_what_is_refused(
     write_model(tmp_path / "routed", random_model(FAMILIES["qwen3_moe"]), tokenizer)
     with pytest.raises(UserError, match="experts"):
         fit_bits(replace(job, model=str(tmp_path / "routed")), parse_machine("T4"), 100, "gptq")
+
+
+def test_a_choice_is_kept_for_a_run_that_was_killed(fitted: tuple[CompressionJob, Fit], text: Path) -> None:
+    """Bits are not measured again for the same weights, rows and bytes; a damaged file is no choice."""
+    job, found = fitted
+    machine = replace(sized(0), accelerator=replace(sized(0).accelerator, usable_gib=found.card_bytes / 2**30))
+    said: list[str] = []
+    assert fit_bits(job, machine, 100, "gptq", said.append) == found
+    [line] = said
+    assert line.startswith("bits were chosen by an earlier run: ")
+    kept = Path(line.removeprefix("bits were chosen by an earlier run: "))
+    for content in ("{", '{"bits": {}, "bytes": 1, "loss": 0}', kept.read_text().replace("loss", "lost")):
+        kept.write_text(content)
+        assert fit_bits(job, machine, 100, "gptq", said.append) == found
+        assert "the whole model is measured" in said[1]
+        del said[1:]
+    assert fit_bits(replace(job, samples=3), machine, 100, "gptq", said.append)
+    assert "the whole model is measured" in said[1]
 
 
 def test_several_cards_hold_a_copy_each(fitted: tuple[CompressionJob, Fit]) -> None:

@@ -15,6 +15,7 @@ from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.factoring import FactoringJob, factorise
 from tightfit.compress.layer_compression import compress_layer
+from tightfit.compress.loss_probe import LossProbe
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.narrowing import NarrowingJob, narrow
@@ -86,7 +87,9 @@ def test_a_layer(method: str, spec: ModelSpec, rows: int, length: int, phase: Ph
         inputs = list(torch.randn(rows, length, spec.hidden_size).split(max(8192 // length, 1)))
         tracer.claim(model.layers.parameters(), "weights")
         original = [x.clone() for x in inputs] if recipe.learns else []
+        probe = LossProbe([x.clone() for x in inputs])
         compress_layer(model, 0, recipe, inputs, original=original)
+    assert probe.original
     ledger = compression_ledger(spec, recipe, rows, length)
     assert phase is None or ledger.fullest() == (phase, 0)
     assert ledger.peak_allocated_bytes() == pytest.approx(tracer.trace.replay().peak_allocated_bytes, rel=0.07)

@@ -211,11 +211,24 @@ class Unread:
         raise AssertionError(f"levers.{name} is read and not named")
 
 
+def test_kept_zeros_are_refused_where_l1_is() -> None:
+    """What looks at whole weights; small steps in pure-bf16 are L1's trouble alone."""
+    for name in ("pieces_do_not_shrink", "two_versions_shrink_apart"):
+        run = replace(run_of(BROKEN_RUNS[name]), shrinks=False, keeps_zeros=True)
+        said = refused_by_trainer(run)
+        assert said is not None
+        assert "optimizer.keep_zeros" in said
+    bf16 = run_of(BROKEN_RUNS["small_steps_need_float32"])
+    assert refused_by_trainer(replace(bf16, shrinks=False, keeps_zeros=True)) is None
+
+
 @pytest.mark.parametrize("name", BROKEN_RUNS)
 def test_rules_that_are_left_out_would_say_nothing(name: str) -> None:
     """Those that do not name levers read none, and those about a section say nothing where there is none of it."""
     run = run_of(BROKEN_RUNS[name])
-    plain = replace(run, rounding=None, adapted=None, shrinks=False, distills=False, compares_features=False)
+    plain = replace(
+        run, rounding=None, adapted=None, shrinks=False, keeps_zeros=False, distills=False, compares_features=False
+    )
     for rule in RUN_RULES:
         if "levers" not in rule.sections:
             assert rule.sentence(replace(run, levers=Unread())) == rule.sentence(run)  # type: ignore[arg-type]

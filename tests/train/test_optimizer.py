@@ -7,6 +7,7 @@ from tests.train.models import assert_trained_alike, ragged_batch, tiny_model
 from tightfit.compress.pruning import Sparsity, magnitude
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
+from tightfit.jobs.levers import Levers
 from tightfit.train.optimizer import adamw as optimizer_module
 from tightfit.train.optimizer.adamw import MasterAdamW, decays, global_norm
 from tightfit.train.precision import LossScale
@@ -78,6 +79,37 @@ def test_l1_is_a_proximal_step_after_the_update(dtype: torch.dtype | None) -> No
         torch.testing.assert_close(master.double(), expected, rtol=1e-6, atol=1e-9)
         assert torch.equal(weight, master.to(weight.dtype))
         assert bool((master == 0).any()) is decays(name, weight)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "levers"),
+    [
+        (None, Levers()),
+        (torch.bfloat16, Levers()),
+        (None, Levers(update_in_backward=True)),
+        (None, Levers(optimizer_states="8bit")),
+    ],
+    ids=["float32", "masters", "in backward", "8 bits"],
+)
+def test_zeros_of_a_pruned_model_stay(dtype: torch.dtype | None, levers: Levers) -> None:
+    """Exactly the pruned ones, step after step, while the others learn; norms that are zero may leave it."""
+    model, batch = tiny_model(), ragged_batch(4, seed=0)
+    matrices = {name: p for name, p in model.named_parameters() if decays(name, p)}
+    with torch.no_grad():
+        for matrix in matrices.values():
+            matrix.copy_(magnitude(matrix, Sparsity(share=0.5)))
+        norm = next(p for p in model.parameters() if p.ndim == 1)
+        norm[0] = 0.0
+    pruned = {name: matrix == 0 for name, matrix in matrices.items()}
+    before = float(accumulate(model, [batch], CPU)[0])
+    model.zero_grad()
+    optimizer = MasterAdamW(model, Optimizer(lr=1e-2, keep_zeros=True), dtype, levers)
+    for _ in range(8):
+        train_step(model, optimizer, [batch], CPU, 1e-2, LossScale())
+    for name, matrix in matrices.items():
+        assert torch.equal(matrix == 0, pruned[name]), name
+    assert float(norm[0].detach()) != 0
+    assert float(accumulate(model, [batch], CPU)[0]) < 0.9 * before
 
 
 def test_half_of_what_was_trained_with_l1_can_go() -> None:

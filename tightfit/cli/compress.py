@@ -52,7 +52,7 @@ class CompressOptions:
     keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None
     keep: Annotated[float | None, typer.Option(help="Share of the matrices' numbers that stays (svd); 0.7.")] = None
     fit: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Choose bits layer by layer so that it serves on this card.")
+        str | None, typer.Option(metavar="CARD", help="Choose bits by layer for this card; holds the model in float32.")
     ] = None
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None
     recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None
@@ -92,6 +92,8 @@ class CompressOptions:
 @takes_options
 def compress(options: CompressOptions) -> None:
     """Quantize or prune a model layer by layer, with one layer in memory at a time.
+
+    Two things hold the whole model first: without --data it writes its own text, and --fit measures it in float32.
 
     Killed, it goes on where it was when the same command is given again. What comes out is a model everywhere:
     tightfit sample, evaluate --against and export take it, and transformers loads it.
@@ -169,23 +171,25 @@ def _source(options: CompressOptions) -> dict[str, Any]:
 def _narrowed(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
     from tightfit.compress.narrowing import NarrowingJob, narrow
     from tightfit.errors import UserError
+    from tightfit.report.compression_report import write_report
 
     if options.form is not None:
         form = options.form
         raise UserError(f"--format is {form}, a layout of codes, but structured pruning quantizes nothing; drop it")
-    return narrow(NarrowingJob(kept=options.kept, **source), progress.announce, progress.layer)
+    return narrow(NarrowingJob(kept=options.kept, **source), progress.announce, progress.layer, write_report)
 
 
 def _factored(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
     from tightfit.compress.factoring import FactoringJob, factorise
     from tightfit.errors import UserError
+    from tightfit.report.compression_report import write_report
 
     method, form = options.method, options.form
     if form is not None:
         raise UserError(f"--format is {form}, a layout of codes, but {method} quantizes nothing; drop it")
     fields = source | ({} if options.keep is None else {"keep": options.keep})
     job = FactoringJob(method="svd" if method == "svd" else "whitened", **fields)
-    return factorise(job, progress.announce, progress.layer)
+    return factorise(job, progress.announce, progress.layer, write_report)
 
 
 def _compressed(
@@ -193,6 +197,7 @@ def _compressed(
 ) -> "CompressionReport":
     from tightfit.compress.compression import CompressionJob, compress
     from tightfit.compress.recipe import read_recipe, recipe_of
+    from tightfit.report.compression_report import write_report
 
     if options.recipe is None:
         recipe = recipe_of(options.method, **options.method_options)
@@ -202,7 +207,7 @@ def _compressed(
         told = f"but {recipe.describe()} looks at no text; leave it out, or give --data to have errors measured"
         refuse_given(options, ("samples", "sequence_length"), told)
     job = CompressionJob(recipe=recipe, format=options.form, **source)
-    return compress(job, progress.announce, progress.layer)
+    return compress(job, progress.announce, progress.layer, write_report)
 
 
 def _fitted(
@@ -212,9 +217,11 @@ def _fitted(
     from tightfit.compress.fitting import fit_bits
     from tightfit.compress.recipe import Recipe
     from tightfit.hardware.machine import parse_machine
+    from tightfit.report.compression_report import write_report
 
     machine = parse_machine(card)
     job = CompressionJob(recipe=Recipe(()), format=options.form, **source)
     found = fit_bits(job, machine, options.context, options.method, progress.say)
     progress.say(found.describe(machine))
-    return compress(replace(job, recipe=found.recipe), progress.announce, progress.layer)
+    job = replace(job, recipe=found.recipe, expected_kl=found.choice.loss)
+    return compress(job, progress.announce, progress.layer, write_report)

@@ -134,8 +134,8 @@ def _per_token(
     step = max(CHUNK_LOGITS // (compressed.spec.vocab_size * len(labels)), 1)
     parts = []
     for i in range(0, labels.shape[1], step):
-        q = _log_probabilities(compressed, hidden[:, i : i + step])
-        p = _log_probabilities(original, known[:, i : i + step])
+        q = log_probabilities(compressed, hidden[:, i : i + step])
+        p = log_probabilities(original, known[:, i : i + step])
         parts.append(_compared(q, p, labels[:, i : i + step]))
     losses, others, divergences, agreements = (torch.cat(found, 1) for found in zip(*parts, strict=True))
     return losses, others, divergences, agreements
@@ -158,7 +158,8 @@ def _hidden(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
     return normed
 
 
-def _log_probabilities(model: Decoder, x: Tensor) -> Tensor:
+def log_probabilities(model: Decoder, x: Tensor) -> Tensor:
+    """Of every token after normed hidden states, in float32."""
     logits: Tensor = model.head(x).float()
     if (cap := model.spec.logit_softcap) is not None:
         logits = cap * torch.tanh(logits / cap)

@@ -22,12 +22,13 @@ from tightfit.compress.format_choice import choose_format
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
+from tightfit.compress.loss_probe import LossProbe
 from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
 from tightfit.compress.own_text import describe_own_text
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.report import CompressionReport, LayerReport
+from tightfit.compress.report import Beside, CompressionReport, LayerReport, nothing_beside
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
@@ -51,20 +52,28 @@ class CompressionJob(ShrinkingJob):
 
     recipe: Recipe
     format: str | None = None
+    expected_kl: float | None = None
+    """What the recipe was chosen to lose, where it was chosen so."""
 
 
 Progress = Callable[[int, int, LayerReport], None]
 """Told after every layer: how many are done, of how many, and what came of it."""
 
 
-def compress(job: CompressionJob, announce: Callable[[CompressionCost], None], progress: Progress) -> CompressionReport:
+def compress(
+    job: CompressionJob,
+    announce: Callable[[CompressionCost], None],
+    progress: Progress,
+    beside: Beside = nothing_beside,
+) -> CompressionReport:
     """Do `job`; `announce` hears the predicted cost before anything is written."""
-    return _Compression(job, announce).run(progress)
+    return _Compression(job, announce, beside).run(progress)
 
 
 class _Compression:
-    def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None]) -> None:
+    def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
         job.require()
+        self.beside = beside
         self.began = time.monotonic()
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
@@ -77,7 +86,7 @@ class _Compression:
         self.config = self._config()  # refused before any text is read, if it cannot be said
         self.calibration = job.read_calibration(self.spec) if job.data else None
         writes = self.calibration is None and job.recipe.is_calibrated
-        self.predicted = self._predicted(writes=writes)
+        self.predicted = replace(self._predicted(writes=writes), kl=job.expected_kl)
         announce(self.predicted)
         if writes:
             self.calibration = job.read_calibration(self.spec)
@@ -148,21 +157,23 @@ class _Compression:
     def _run(self, progress: Progress) -> CompressionReport:
         stream = self._write_ends()
         original = stream if self.job.recipe.learns else []
+        probe = LossProbe(stream)
         reports: list[LayerReport] = []
         resumed = 0
         for index in range(self.spec.layers):
             number = index + LAYER_SHARDS
             if self.directory.is_done(number):
+                original = self._through_original(index, original, probe)
                 stream = self._through_finished(index, stream)
-                original = through(self.parts.layer(index), index, original) if original else []
                 reports.append(LayerReport(index, **self.directory.notes(number)))
                 resumed += 1
             else:
-                result = self._compress(index, stream, original)
+                result = self._compress(index, stream, original, probe)
                 stream, original = result.outputs, result.original
                 reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
             progress(index + 1, self.spec.layers, reports[-1])
-        return self._finish(reports, resumed)
+        kl = probe.kl(self.parts.head(), stream) if stream else None
+        return self._finish(reports, resumed, kl)
 
     def _write_ends(self) -> list[Tensor]:
         """Embedding, final norm and output projection, as they are; the calibration rows embedded."""
@@ -179,8 +190,9 @@ class _Compression:
         state = end_state(model, number, self.written_spec)
         self.directory.write(number, tensors_to_write(self.written_spec, state, {}, self.form, PLAIN_DTYPE))
 
-    def _compress(self, index: int, stream: list[Tensor], original: list[Tensor]) -> LayerResult:
+    def _compress(self, index: int, stream: list[Tensor], original: list[Tensor], probe: LossProbe) -> LayerResult:
         model = self.parts.layer(index)
+        probe.follow(model, index)
         result = compress_layer(model, index, self.job.recipe, stream, PLAIN_DTYPE, original=original)
         prefix = f"layers.{index}."
         coded = {prefix + (name if name in EXPERT_STACKS else f"{name}.weight"): w for name, w in result.coded.items()}
@@ -190,6 +202,14 @@ class _Compression:
         self.directory.write(index + LAYER_SHARDS, tensors, notes)
         return result
 
+    def _through_original(self, index: int, original: list[Tensor], probe: LossProbe) -> list[Tensor]:
+        """What of the calibration rows is carried through the original too, after a layer."""
+        if self.calibration is None:
+            return []
+        model = self.parts.layer(index)
+        probe.follow(model, index)
+        return through(model, index, original)
+
     def _through_finished(self, index: int, stream: list[Tensor]) -> list[Tensor]:
         """The calibration rows after a layer that an earlier run has quantized."""
         if not stream:
@@ -198,14 +218,18 @@ class _Compression:
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
         return through(model, index, stream)
 
-    def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
+    def _finish(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:
         folder, tokenizer = self.directory.path, self.tokenizer
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(folder)
-            shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
-            self.directory.finish()
+            report = self._report(reports, resumed, kl)
+            self.directory.finish(lambda folder: self.beside(report, folder))
+        return report
+
+    def _report(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:
+        shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
         measured = replace(
             self.predicted,
             result_bytes=sum(shards),
@@ -213,6 +237,7 @@ class _Compression:
             bits_per_weight=self.predicted.bits_per_weight,
             seconds=time.monotonic() - self.began,
             ledger=None,
+            kl=kl,
         )
         return CompressionReport(
             path=self.job.out,

@@ -44,6 +44,8 @@ class CompressionCost:
     """What `memory_bytes` is made of, predicted only."""
     calibration: str = ""
     """The text that layers are looked at with."""
+    kl: float | None = None
+    """Divergence from the original, nats a token, on some of these rows; predicted by `--fit` alone."""
 
 
 CANNOT_KEEP_ZEROS = ("spqr", "binary", "round")

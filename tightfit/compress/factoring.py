@@ -22,7 +22,7 @@ from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, fac
 from tightfit.compress.matrices import matrices
 from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, through
-from tightfit.compress.report import CompressionReport
+from tightfit.compress.report import Beside, CompressionReport, nothing_beside
 from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
@@ -40,9 +40,11 @@ class FactoringJob(ShrinkingJob):
     keep: float = 0.7
 
 
-def factorise(job: FactoringJob, announce: Callable[[CompressionCost], None], progress: Progress) -> CompressionReport:
+def factorise(
+    job: FactoringJob, announce: Callable[[CompressionCost], None], progress: Progress, beside: Beside = nothing_beside
+) -> CompressionReport:
     """Do `job`; `announce` hears the predicted cost before anything is written."""
-    return _Factoring(job, announce).run(progress)
+    return _Factoring(job, announce, beside).run(progress)
 
 
 class _Factoring(LayerRewriting):

@@ -28,7 +28,8 @@ from tightfit.compress.bit_choice import (
 )
 from tightfit.compress.compression import CompressionJob
 from tightfit.compress.cost import PLAIN_BYTES
-from tightfit.compress.memory import FLOAT
+from tightfit.compress.kept_choice import KeptChoice
+from tightfit.compress.memory import FLOAT, PROBED_LENGTH, PROBED_ROWS
 from tightfit.compress.model_parts import NOT_DIVERGED
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
@@ -38,14 +39,11 @@ from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import serving_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.decoder import Decoder
-from tightfit.models.loading import load_model, source_spec
+from tightfit.models.loading import digest_of, load_model, source_spec
 from tightfit.models.quantized.held_weights import expanded_bytes
 from tightfit.models.saving import require_float16
 from tightfit.models.spec import ModelSpec
 
-SENSITIVITY_ROWS = 8
-"""Calibration rows that sensitivities are measured on; their noise is far below the differences between layers."""
-SENSITIVITY_LENGTH = 512
 FITTED_METHODS = ("gptq", "rtn")
 MIXING_FORMATS = ("compressed-tensors", "tightfit")
 """Layouts that hold several widths."""
@@ -57,7 +55,6 @@ class Fit:
 
     choice: BitChoice
     recipe: Recipe
-    sensitivities: Sensitivities
     ledger: Ledger
     card_bytes: int
     length: int
@@ -128,18 +125,11 @@ def fit_bits(
     method: str,
     say: Callable[[str], None] = lambda text: None,
 ) -> Fit:
-    """Measure sensitivities on some calibration rows and choose bits for one card of `machine`."""
+    """Choose bits for one card of `machine`: as an earlier run has, or by sensitivities on some calibration rows."""
     require_new(job.out)
     spec = source_spec(job.model)
     length = min(4096, spec.max_positions) if context is None else context
-    if method not in FITTED_METHODS:
-        raise UserError(f"--fit chooses bits for {' and '.join(FITTED_METHODS)}, not for --method {method}")
-    if job.format is not None and job.format not in MIXING_FORMATS:
-        raise UserError(
-            f"--fit mixes widths, which {job.format} cannot hold; use --format {MIXING_FORMATS[0]}, or none"
-        )
-    if spec.experts is not None:
-        raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
+    _refuse(job, spec, method)
     card_bytes = machine.accelerator.memory_bytes
     budget = weight_budget_bytes(spec, card_bytes, length)
     if budget >= 2 * spec.params():
@@ -149,13 +139,39 @@ def fit_bits(
         )
     group = group_of(spec)
     calibration = job.read_calibration(spec)
-    rows = [row[None, :SENSITIVITY_LENGTH].to(job.device) for row in calibration.tokens[:SENSITIVITY_ROWS]]
+    facts = {"weights": digest_of(job.model), "rows": calibration.fingerprint(), "budget": budget, "group": group}
+    kept = KeptChoice(job.cache, spec, facts)
+    choice = kept.read()
+    if choice is None:
+        rows = [row[None, :PROBED_LENGTH].to(job.device) for row in calibration.tokens[:PROBED_ROWS]]
+        choice = _measured_choice(job, rows, group, budget, say)
+        kept.write(choice)
+    else:
+        say(f"bits were chosen by an earlier run: {kept.file}")
+    recipe = recipe_for(spec, choice, group, method)
+    return Fit(choice, recipe, fit_ledger(spec, choice.bytes, length), card_bytes, length)
+
+
+def _refuse(job: CompressionJob, spec: ModelSpec, method: str) -> None:
+    """A sentence for what `--fit` cannot choose bits for."""
+    if method not in FITTED_METHODS:
+        raise UserError(f"--fit chooses bits for {' and '.join(FITTED_METHODS)}, not for --method {method}")
+    if job.format is not None and job.format not in MIXING_FORMATS:
+        raise UserError(
+            f"--fit mixes widths, which {job.format} cannot hold; use --format {MIXING_FORMATS[0]}, or none"
+        )
+    if spec.experts is not None:
+        raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
+
+
+def _measured_choice(
+    job: CompressionJob, rows: list[Tensor], group: int, budget: int, say: Callable[[str], None]
+) -> BitChoice:
+    """The best mix of the whole model, in memory in float32 for this."""
+    spec = source_spec(job.model)
     say(f"{describe_measuring(spec)}; layers are then coded one at a time")
     decoder = load_model(job.model, device=job.device, packed=False).model
     require_float16(decoder, job.model, NOT_DIVERGED)
     widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
     found = measure_sensitivities(decoder, rows, group, widths=widths, say=say)
-    choice = best_mix(decoder, rows, found, group, budget)
-    del decoder
-    recipe = recipe_for(spec, choice, group, method)
-    return Fit(choice, recipe, found, fit_ledger(spec, choice.bytes, length), card_bytes, length)
+    return best_mix(decoder, rows, found, group, budget)

@@ -11,6 +11,7 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
 | | the original model's inputs, where rounding is learned for its outputs | 4 T h |
+| | those of the rows that the loss is measured on (loss_probe.py), t ≤ 8 · 512 tokens; while coding, too | 4 t h |
 | | the layer in float32; codes of a byte each, with scales and zero points in float32 | 4 P + P + 4 to 8 P / group |
 | | a batch of B ≤ 8192 tokens in the MLP: gate, its activation, up, their product; the stream twice | 4 B (4 f + 2 h) |
 | | or in attention: queries, keys and values, turned, and what was mixed | 4 B (3 q + 3 k + h) |
@@ -35,6 +36,8 @@ from tightfit.models.spec import ModelSpec
 BATCH_TOKENS = 8192
 """Of calibration rows that go through a layer together, in whole rows."""
 FLOAT = 4
+PROBED_ROWS, PROBED_LENGTH = 8, 512
+"""Calibration rows that what compressing loses is measured on, and their tokens; their noise is far below the loss."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,15 @@ def compression_ledger(
         Line(component="inputs", phase="load", bytes=stream_bytes, why="4 T h"),
     ]
     streams = 3 + recipe.learns
+    probed_bytes = FLOAT * min(rows, PROBED_ROWS) * min(length, PROBED_LENGTH) * spec.hidden_size
+    probe = Line(component="inputs", phase="forward", bytes=probed_bytes, detail="the original's", why="4 t h")
     forward = [
+        probe,
         Line(component="inputs", phase="forward", bytes=streams * stream_bytes, why=f"{streams} · 4 T h"),
         Line(component="activations", phase="forward", bytes=_batch_bytes(spec, rows, length), why="4 B (4 f + 2 h)"),
     ]
     coding = [
+        replace(probe, phase="coding"),
         Line(component="inputs", phase="coding", bytes=(streams - 1) * stream_bytes, why=f"{streams - 1} · 4 T h"),
         *_fullest(spec, recipe, rewritten, rows, length),
     ]

@@ -16,7 +16,7 @@ from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.observation import through
-from tightfit.compress.report import CompressionReport
+from tightfit.compress.report import Beside, CompressionReport, nothing_beside
 from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.compress.structured import KeptShape, block_influence, cut_layer, cut_spec
 from tightfit.models.decoder import Decoder
@@ -32,9 +32,11 @@ class NarrowingJob(ShrinkingJob):
     kept: KeptShape
 
 
-def narrow(job: NarrowingJob, announce: Callable[[CompressionCost], None], progress: Progress) -> CompressionReport:
+def narrow(
+    job: NarrowingJob, announce: Callable[[CompressionCost], None], progress: Progress, beside: Beside = nothing_beside
+) -> CompressionReport:
     """Do `job`; `announce` hears the predicted cost before anything is written."""
-    return _Narrowing(job, announce).run(progress)
+    return _Narrowing(job, announce, beside).run(progress)
 
 
 class _Narrowing(LayerRewriting):

@@ -1,5 +1,6 @@
 """What a compression reports: errors layer by layer, the cost as predicted and as measured."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,3 +30,11 @@ class CompressionReport:
     resumed_layers: int
     device: str = "cpu"
     """Whose memory was measured: that of a GPU, or of the whole process on a CPU."""
+
+
+Beside = Callable[[CompressionReport, Path], None]
+"""Writes what lies beside the weights into their directory, before this gets its name: a kill loses neither."""
+
+
+def nothing_beside(report: CompressionReport, folder: Path) -> None:
+    """Weights alone."""

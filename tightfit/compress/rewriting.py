@@ -27,11 +27,12 @@ from tightfit.compress.compression import (
 from tightfit.compress.cost import CompressionCost, predict
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import change_of_layer
+from tightfit.compress.loss_probe import LossProbe
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.report import CompressionReport, LayerReport
+from tightfit.compress.report import Beside, CompressionReport, LayerReport
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import find_source_tokenizer
@@ -52,8 +53,9 @@ class Rewritten:
 class LayerRewriting(ABC):
     """One job: checked when it is made, and its cost announced; nothing is written before `run`."""
 
-    def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None]) -> None:
+    def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
         job.require()
+        self.beside = beside
         self.job, self.began, self.device = job, time.monotonic(), torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
@@ -140,10 +142,12 @@ class LayerRewriting(ABC):
 
     def _run(self, progress: Progress) -> CompressionReport:
         stream = self._write_ends()
+        probe = LossProbe(stream)
         reports: list[LayerReport] = []
-        resumed = 0
+        resumed = followed = 0
         for new, old in enumerate(self.layers):
             number = new + LAYER_SHARDS
+            followed = self._follow(probe, followed, old + 1)
             if self.directory.is_done(number):
                 reports.append(LayerReport(new, **self.directory.notes(number)))
                 resumed += 1
@@ -151,7 +155,14 @@ class LayerRewriting(ABC):
                 reports.append(self._rewritten(new, old, stream))
             stream = through(self.load(new), new, stream)  # as rounded in the file, whichever run made it
             progress(new + 1, len(self.layers), reports[-1])
-        return self._finish(reports, resumed)
+        self._follow(probe, followed, self.spec.layers)
+        return self._finish(reports, resumed, probe.kl(self.parts.head(), stream))
+
+    def _follow(self, probe: LossProbe, begin: int, end: int) -> int:
+        """Take the probe through the original's layers from `begin` on, also those that go; returns `end`."""
+        for index in range(begin, end):
+            probe.follow(self.parts.layer(index), index)
+        return end
 
     def _write_ends(self) -> list[Tensor]:
         model = self.parts.embedding()
@@ -174,7 +185,7 @@ class LayerRewriting(ABC):
         self.directory.write(new + LAYER_SHARDS, rewritten.tensors, notes)
         return report
 
-    def _finish(self, reports: list[LayerReport], resumed: int) -> CompressionReport:
+    def _finish(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:
         folder = self.directory.path
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
@@ -182,13 +193,18 @@ class LayerRewriting(ABC):
                 self.tokenizer.save(folder)
             for name, content in self.more_files().items():
                 (folder / name).write_text(content, encoding="utf-8")
-            written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))
-            self.directory.finish()
+            report = self._report(reports, resumed, kl)
+            self.directory.finish(lambda folder: self.beside(report, folder))
+        return report
+
+    def _report(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:
+        written = sum(self.directory.shard(number).stat().st_size for number in range(self.directory.shards))
         measured = replace(
             self.predicted,
             result_bytes=written,
             memory_bytes=peak_bytes(self.device),
             seconds=time.monotonic() - self.began,
+            kl=kl,
         )
         return CompressionReport(
             path=self.job.out,

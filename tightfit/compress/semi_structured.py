@@ -1,8 +1,9 @@
-"""2:4 weights as torch's semi-structured tensors, whose products GPUs from Ampere on compute at up to twice the rate.
+"""2:4 weights as torch's semi-structured tensors, which GPUs from Ampere on multiply as they are.
 
-Half the values and 2 bits each for their places are stored: 9/16 of the bytes in 16 bits. Only inference: there is no
-gradient. torch pads the rows of the input to a multiple of 8 or 16, so few rows gain nothing but memory
-(`benchmarks/sparse_linear.py` measures where it pays). CUDA only, half precision.
+Half the values and 2 bits each for their places are stored: 9/16 of the bytes in 16 bits, which is what is gained. The
+hardware's rate is up to twice that of dense products, but what was measured of torch's products with cuSPARSELt on an
+H200 took 1.08 to 16 times as long (benchmarks/results/sparse_linear.csv). Only inference: there is no gradient. CUDA
+only, half precision.
 """
 
 import torch

@@ -9,7 +9,7 @@ works there, with the lock of the target held. Work that has finished nothing le
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -122,8 +122,11 @@ class WorkingDirectory:
         with safe_open(self.shard(number), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-    def finish(self) -> None:
-        """Write the index and rename everything to the target, which exists whole from then on."""
+    def finish(self, beside: Callable[[Path], None]) -> None:
+        """Write the index and rename everything to the target, which exists whole from then on.
+
+        `beside` writes what else belongs to it, while a kill still leaves unfinished work that the next run ends.
+        """
         names: dict[str, str] = {}
         total = 0
         for number in range(self.shards):
@@ -133,6 +136,7 @@ class WorkingDirectory:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         (self.path / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         write_checksums(self.path)
+        beside(self.path)
         flush_tree(self.path)
         if os.path.lexists(self.target):
             raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")

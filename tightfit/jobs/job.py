@@ -108,6 +108,8 @@ class Optimizer(Section):
     """Decoupled decay of matrices; norms, biases and positions are never decayed."""
     l1: float = Field(default=0.0, ge=0)
     """Decoupled L1 of matrices: a step moves each weight towards zero by lr × l1, where it stays. For pruning after."""
+    keep_zeros: bool = False
+    """Whether weights of matrices that are exactly zero as a step begins have no gradient: pruned ones then stay so."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -286,6 +288,7 @@ class Job(Section):
             rounding=self.quantize.rounding,
             adapted=self.adapter.adapted(spec=spec),
             shrinks=self.optimizer.l1 > 0,
+            keeps_zeros=self.optimizer.keep_zeros,
         )
         return refused_by_deepspeed(run) if self.engine == "deepspeed" else refused_by_trainer(run)
 

@@ -34,6 +34,8 @@ class Workload:
     """Adapters that are trained on top of a frozen model."""
     shrinks: bool = False
     """Whether every step moves weights towards zero (optimizer.l1)."""
+    keeps_zeros: bool = False
+    """Whether weights that are zero stay so (optimizer.keep_zeros)."""
 
     def __post_init__(self) -> None:
         for name, least in (("sequence_length", 2), ("global_batch", 1)):
@@ -59,6 +61,7 @@ class Workload:
             rounding=job.quantize.rounding,
             adapted=job.adapter.on(job.model.source, spec),
             shrinks=job.optimizer.l1 > 0,
+            keeps_zeros=job.optimizer.keep_zeros,
         )
 
     @property
@@ -109,7 +112,8 @@ def with_teacher(workload: Workload, job: "Job") -> Workload:
     """`workload` with what `job` trains besides: its teacher, rounded weights, adapters and L1; without torch, so of a
     directory or a preset's shape."""
     adapted = job.adapter.on(job.model.source, workload.spec)
-    workload = replace(workload, rounding=job.quantize.rounding, adapted=adapted, shrinks=job.optimizer.l1 > 0)
+    workload = replace(workload, rounding=job.quantize.rounding, adapted=adapted)
+    workload = replace(workload, shrinks=job.optimizer.l1 > 0, keeps_zeros=job.optimizer.keep_zeros)
     if job.distill.teacher is None:
         return workload
     spec = resolve_spec(job.model.source if job.distill.teacher == SELF else job.distill.teacher)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tightfit.report.compression_report import PICTURE_FILE, Compared, write_report
+from tightfit.report.compression_report import PICTURE_FILE, Compared
 from tightfit.report.tables import gib, print_json
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 LONGEST_RECIPE = 300
 """Characters of it that are printed; one that names every matrix is whole in the report."""
+
+
+SPEED_PERIOD_S = 24 * 3600.0
+"""Layers by whose time that which is left is reckoned: all; rich's 30 s are shorter than one of a large model."""
 
 
 class CompressionProgress:
@@ -38,6 +42,7 @@ class CompressionProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
+            speed_estimate_period=SPEED_PERIOD_S,
             disable=quiet or not self.console.is_terminal,
         )
         self._task = self._bar.add_task("", total=None, told="")
@@ -56,6 +61,7 @@ class CompressionProgress:
             self.say(_fullest(cost.ledger))
         if cost.calibration:
             self.say(f"layers are looked at with {cost.calibration}")
+        self.say(_quality_to_come(cost))
 
     def say(self, text: str) -> None:
         """A line before the layers."""
@@ -78,6 +84,15 @@ class CompressionProgress:
         self._bar.stop()
 
 
+def _quality_to_come(cost: "CompressionCost") -> str:
+    """What is known of the loss before anything is written."""
+    if cost.kl is not None:
+        return f"expected KL to the original {cost.kl:.4f} nats a token, rounded to nearest; measured when done"
+    if cost.calibration:
+        return "what it costs in quality has no estimate before; KL to the original is measured on some of those rows"
+    return "what it costs in quality has no estimate, and no text to measure it with: tightfit evaluate --against"
+
+
 def _fullest(ledger: "Ledger") -> str:
     """The lines of the fullest phase, largest first."""
     phase, rank = ledger.fullest()
@@ -87,8 +102,7 @@ def _fullest(ledger: "Ledger") -> str:
 
 
 def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
-    """Errors by layer, and the cost as predicted beside the cost as measured; a report of it beside the model."""
-    write_report(report)
+    """Errors by layer, and the cost as predicted beside the cost as measured."""
     if as_json:
         return print_json(asdict(report))
     names = sorted({name for layer in report.layers for name in layer.errors})
@@ -117,6 +131,9 @@ def _costs(report: "CompressionReport") -> Table:
     table.add_row("size", gib(report.predicted.result_bytes), gib(report.measured.result_bytes))
     whose = "whole process" if report.device == "cpu" else "GPU"
     table.add_row("peak memory", gib(report.predicted.memory_bytes), f"{gib(report.measured.memory_bytes)} ({whose})")
+    expected, lost = report.predicted.kl, report.measured.kl
+    told = "no text" if lost is None else f"{lost:.4f} (calibration rows)"
+    table.add_row("KL to the original", "no estimate" if expected is None else f"{expected:.4f}", told)
     table.add_row("time", f"{report.predicted.flops / 1e12:.1f} TFLOP", f"{report.measured.seconds:.0f} s")
     return table
 

@@ -46,9 +46,9 @@ class Compared:
         return {"model": self.model, "weight_bytes": self.weight_bytes, **asdict(self.result), **facts}
 
 
-def write_report(report: "CompressionReport") -> None:
-    """Both files; where they cannot be written, a warning: the model itself is there."""
-    _write(report.path, {**asdict(report), "comparisons": []})
+def write_report(report: "CompressionReport", folder: Path) -> None:
+    """Both files into `folder`; where they cannot be written, a warning: the model itself is there."""
+    _write(folder, {**asdict(report), "comparisons": []})
 
 
 def add_comparison(folder: Path, compared: Compared, against: str, data: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a decoupled L1 of weights does not go with."""
+"""What a decoupled L1 of weights, and keeping zeros among them, do not go with."""
 
 from tightfit.jobs.rules.rule import DEEPSPEED_RULES, RUN_RULES, Run, rule
 
@@ -15,13 +15,13 @@ def small_steps_need_float32(run: Run) -> str | None:
 
 @rule(RUN_RULES, "optimizer.l1", "layout.schedule")
 def two_versions_shrink_apart(run: Run) -> str | None:
-    if run.shrinks and run.layout.has_two_versions:
-        return "optimizer.l1 is for one version of the weights, and schedule 2bw has two; take 1f1b"
+    if run.weight_setting and run.layout.has_two_versions:
+        return f"{run.weight_setting} is for one version of the weights, and schedule 2bw has two; take 1f1b"
     return None
 
 
 @rule(DEEPSPEED_RULES, "optimizer.l1")
 def deepspeed_does_not_shrink(run: Run) -> str | None:
-    if run.shrinks:
-        return "optimizer.l1 is not there with engine deepspeed; set it to 0, or engine to tightfit"
+    if run.weight_setting:
+        return f"{run.weight_setting} is not there with engine deepspeed; leave it out, or set engine to tightfit"
     return None

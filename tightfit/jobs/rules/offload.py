@@ -43,10 +43,10 @@ def adapters_stay_on_the_gpu(run: Run) -> str | None:
 
 @rule(RUN_RULES, "levers.offload", "optimizer.l1")
 def pieces_do_not_shrink(run: Run) -> str | None:
-    if run.levers.offload != "none" and run.shrinks:
+    if run.levers.offload != "none" and run.weight_setting:
         return (
-            f"levers.offload is {run.levers.offload}, whose weights are updated piece by piece where optimizer.l1 does "
-            "not reach them; set levers.offload to none or optimizer.l1 to 0"
+            f"levers.offload is {run.levers.offload}, whose weights are updated piece by piece where "
+            f"{run.weight_setting} does not reach them; set levers.offload to none, or leave that out"
         )
     return None
 

@@ -73,6 +73,7 @@ def _run_of(workload: "Workload", layout: "Layout", levers: "Levers") -> Run:
         rounding=workload.rounding,
         adapted=workload.adapted,
         shrinks=workload.shrinks,
+        keeps_zeros=workload.keeps_zeros,
     )
 
 

@@ -39,14 +39,24 @@ class Run:
     """Adapters that are trained on top of a frozen model."""
     shrinks: bool = False
     """Whether every step moves weights towards zero (optimizer.l1)."""
+    keeps_zeros: bool = False
+    """Whether weights that are zero stay so (optimizer.keep_zeros)."""
 
     @property
     def extras(self) -> frozenset[str]:
         """Those of EXTRAS that it has."""
         distills = self.distills or self.compares_features or self.compares_attention
         return frozenset(
-            compress(EXTRAS, (distills, self.rounding is not None, self.adapted is not None, self.shrinks))
+            compress(
+                EXTRAS,
+                (distills, self.rounding is not None, self.adapted is not None, self.weight_setting is not None),
+            )
         )
+
+    @property
+    def weight_setting(self) -> str | None:
+        """The setting by which an update looks at whole weights beside their gradients, where there is one."""
+        return "optimizer.l1" if self.shrinks else "optimizer.keep_zeros" if self.keeps_zeros else None
 
 
 EXTRAS = ("distill", "quantize", "adapter", "optimizer")

@@ -306,6 +306,8 @@ class MasterAdamW:
         cast = self.casts_gradients and bucket.updater.needs_gradients_in_weight_dtype
         gradients = [self._cast_gradient(*pair) if cast else _gradient(pair[0]) for pair in bucket.pairs]
         copies = [local(p) for p in bucket.parameters] if self.casts_gradients else None
+        if self.settings.keep_zeros and bucket.decays:
+            _keep_zeros(bucket.masters, gradients)
         bucket.updater.update(gradients, copies, lr, factor)
         if self.settings.l1 and bucket.decays:
             _shrink(bucket.masters, copies, by=lr * self.settings.l1)
@@ -394,6 +396,13 @@ def is_optional(name: str) -> bool:
 def _gradient(parameter: Tensor) -> Tensor | None:
     """The gradient as backward left it; of a shard, the local one."""
     return None if parameter.grad is None else local(parameter.grad)
+
+
+def _keep_zeros(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """No gradient for weights that are zero: with moments that never were another, they stay where pruning put them."""
+    for weight, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            gradient.masked_fill_(weight == 0, 0)
 
 
 def _shrink(weights: Sequence[Tensor], copies: Sequence[Tensor] | None, *, by: float) -> None:
