@@ -13,13 +13,11 @@ float32, beside our 4 bits. Rows go to benchmarks/results/serve_cpu.csv.
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
+from tightfit.serve.llama_peer import LlamaCpp
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
@@ -184,9 +183,15 @@ def beside_transformers(both: Both, weights: str, arguments: argparse.Namespace)
 def beside_llama_cpp(path: Path, weights: str, prompts: Prompts, engine: Engine, arguments: argparse.Namespace) -> None:
     """One stream on the weights of one file."""
     shapes, peer = [(32, 32)], LlamaCpp(path)
-    ways: dict[str, Way] = {"ours": partial(run_engine, engine), "llama.cpp": peer.run}
+    theirs = partial(one_after_the_other, peer)
+    ways: dict[str, Way] = {"ours": partial(run_engine, engine), "llama.cpp": theirs}
     record("one stream", weights, alternate(ways, prompts, shapes, arguments.rounds), shapes, arguments)
     peer.close()
+
+
+def one_after_the_other(peer: LlamaCpp, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
+    """llama.cpp's answers."""
+    return [peer.tokens(prompt, answer) for prompt, (_, answer) in zip(prompts, shapes, strict=True)]
 
 
 class FourBits:
@@ -226,39 +231,6 @@ def on_files(both: Both, arguments: argparse.Namespace, folder: Path) -> None:
             both.use(plain, engine)
             beside_transformers(both, weights, arguments)
         path.unlink()
-
-
-class LlamaCpp:
-    """llama.cpp with the weights of a GGUF file, as xllamacpp brings it: a server inside this process."""
-
-    def __init__(self, path: Path) -> None:
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_parallel, params.port = 256, 1, 0
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as ours
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it reads 16 bits
-        params.warmup, params.verbosity, params.fit_params = False, 0, False
-        self.server: Any = xllamacpp.Server(params)
-
-    def run(self, prompts: list[list[int]], shapes: Shapes) -> list[list[int]]:
-        """One after the other."""
-        return [self._tokens(prompt, answer) for prompt, (_, answer) in zip(prompts, shapes, strict=True)]
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.server = None
-
-    def _tokens(self, prompt: list[int], count: int) -> list[int]:
-        asked = {"prompt": prompt, "n_predict": count, "temperature": 0, "cache_prompt": False}
-        body = json.dumps(asked | {"return_tokens": True, "ignore_eos": True}).encode()
-        url = self.server.listening_address + "/completion"
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as answer:
-            made: list[int] = json.loads(answer.read())["tokens"]
-        return made
 
 
 def main() -> None:

@@ -68,8 +68,13 @@ async def stream(port: int, body: dict[str, Any], leave_after: int | None = None
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         data = json.dumps(body).encode()
-        head = ("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", "connection: close")
-        writer.write("\r\n".join((*head, f"content-length: {len(data)}", "", "")).encode() + data)
+        head = (
+            "POST /v1/completions HTTP/1.1",
+            "host: 127.0.0.1",
+            "content-type: application/json",
+            "connection: close",
+        )
+        writer.write("\r\n".join((*head, "connection: close", f"content-length: {len(data)}", "", "")).encode() + data)
         status = int((await reader.readline()).split()[1])
         text, pieces = "", 0
         async for line in reader:
@@ -128,9 +133,17 @@ async def watch(process: int, until: float, seen: Seen) -> None:
         await asyncio.sleep(2)
 
 
+async def alone(port: int, body: dict[str, Any]) -> str:
+    """What the server says to nobody but this client: what is compared with has to be an answer, and whole."""
+    status, text, over = await stream(port, body)
+    if status != 200 or not over:
+        raise SystemExit(f"the server gave {body['prompt']!r} alone status {status}{'' if over else ' and no end'}")
+    return text
+
+
 async def everyone(port: int, process: int, streams: int, seconds: float) -> Seen:
     """All clients at once, after each prompt was asked alone."""
-    wanted = [(await stream(port, greedy(index)))[1] for index in range(PROMPTS)]
+    wanted = [await alone(port, greedy(index)) for index in range(PROMPTS)]
     assert len(set(wanted)) > PROMPTS // 4, "the prompts' answers are too alike to tell a mix-up"
     seen = Seen()
     until = time.monotonic() + seconds

@@ -32,7 +32,8 @@ from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
 
-DEALS_OUT = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
+WORKERS = dict(zip(sys.argv, sys.argv[1:], strict=False)).get("-n", "0")
+DEALS_OUT = WORKERS != "0" and "PYTEST_XDIST_WORKER" not in os.environ
 
 
 def set_up() -> None:

@@ -13,9 +13,10 @@ from tightfit.launch.forked import Forked
 
 
 @contextmanager
-def started(folder: Path, *arguments: str) -> Iterator[Forked]:
-    """`tightfit ARGUMENTS` while it runs; what it writes is in `folder`, as files `stdout` and `stderr`."""
-    with Forked(1, _run, (str(folder), run_main, arguments), PRELOADED) as program:
+def started(folder: Path, *arguments: str, function: Callable[..., None] | None = None) -> Iterator[Forked]:
+    """`tightfit ARGUMENTS`, or a function of them, while it runs; what it writes is in `folder`, as files `stdout` and
+    `stderr`."""
+    with Forked(1, _run, (str(folder), function or run_main, arguments), PRELOADED) as program:
         yield program
 
 

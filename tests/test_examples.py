@@ -72,6 +72,7 @@ def test_a_script_runs_line_by_line(
 ) -> None:
     monkeypatch.chdir(examples)  # as the script does first
     small = [*FIRST, "-o", f"data.cache={token_cache}", "-o", "data.sequence_length=32", "-o", "evaluation.prompts=[]"]
+    small += ["-o", "global_batch=2", "-o", "layout.micro_batch=2"]
     for command in commands(examples / name, small):
         tightfit(*command)
     if name == "resume.sh":

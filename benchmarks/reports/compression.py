@@ -265,13 +265,24 @@ def predicted_cost_rows(models: Sequence[str] = ("llama-3.2-1b", "llama-3.1-8b",
 
 
 def served_rows(path: Path, model: str = "8b") -> Table:
-    """Tokens a second of the server: the newest row of every number format and case."""
-    newest = {(row["dtype"], row["case"]): row for row in read_rows(path) if row["model"] == model}
-    formats = list(dict.fromkeys(dtype for dtype, _ in newest))
+    """Tokens a second of the server: the newest row of every number format and case, and the commit of each."""
+    rows = [row for row in read_rows(path) if row["model"] == model]
     made = []
-    for dtype in formats:
-        found = [newest.get((dtype, case)) for case in SERVED]
-        cells = ["–" if row is None else f"{float(row['value']):,.0f}" for row in found]
-        commit = next(row["commit"] for row in found if row is not None)
-        made.append((dtype, *cells, f"`{commit}`"))
-    return ("weights", *SERVED.values(), "commit of the first"), made
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        of_format = [row for row in rows if row["dtype"] == dtype]
+        newest, apart = {row["case"]: row for row in of_format}, commits_apart(of_format)
+        cells = [_served(newest.get(case), apart.get(case)) for case in SERVED]
+        made.append((dtype, *cells, f"`{of_format[-1]['commit']}`"))
+    return ("weights", *SERVED.values(), "commit, where none is named"), made
+
+
+def commits_apart(rows: Sequence[Row]) -> dict[str, str]:
+    """The commits of those cases whose newest row is of another commit than the last of `rows`."""
+    newest = {row["case"]: row["commit"] for row in rows}
+    return {case: commit for case, commit in newest.items() if commit != rows[-1]["commit"]}
+
+
+def _served(row: Row | None, commit: str | None) -> str:
+    if row is None:
+        return "–"
+    return f"{float(row['value']):,.0f}{'' if commit is None else f' (`{commit}`)'}"

@@ -37,7 +37,15 @@ from benchmarks.reports.products import product_rows, products_measured
 from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time_rows
-from benchmarks.reports.serving import cpu_prediction_rows, gpu_prediction_rows, speed_commits, speed_rows
+from benchmarks.reports.serving import (
+    behind_text,
+    cpu_prediction_rows,
+    gpu_prediction_rows,
+    memory_measured,
+    memory_rows,
+    speed_commits,
+    speed_rows,
+)
 from benchmarks.reports.step_profile import profile_rows
 from benchmarks.reports.truth import measured_on, step_error_rows, summary_rows, truth_rows
 from tightfit.jobs.fields import field_rows
@@ -313,9 +321,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
+    "serve-memory": lambda: f"{markdown_table(*memory_rows(RESULTS))}\n\n{memory_measured(RESULTS)}",
     "serve-predicted-gpu": lambda: markdown_table(*gpu_prediction_rows(RESULTS)),
     "serve-predicted": lambda: markdown_table(*cpu_prediction_rows(RESULTS)),
-    "serve-speed": lambda: f"{markdown_table(*speed_rows(RESULTS))}\n\n{speed_commits(RESULTS)}",
+    "serve-speed": lambda: "\n\n".join(
+        [markdown_table(*speed_rows(RESULTS)), f"{behind_text(RESULTS)} {speed_commits(RESULTS)}"]
+    ),
     "context-rows": lambda: markdown_table(*longest_rows(RESULTS)),
     "context-row-lines": lambda: markdown_table(*longest_row_lines(RESULTS)),
 }

@@ -1,18 +1,14 @@
 """Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted beside what was measured."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.reports.compression import Row, Table, read_rows
+from benchmarks.reports.compression import Row, Table, commits_apart, read_rows
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
-from tightfit.models.quantized.held_weights import HeldWeights
-from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving import Serving, make_serving
 from tightfit.plan.serving_step import Step
 
-MODELS = {"1b": "Llama-3.2-1B's shape", "8b": "Llama-3.1-8B's shape"}
 CASES = {
     "one_stream_decode": "one stream, tokens/s",
     "batch": "64 × (256 + 256), tokens/s",
@@ -27,48 +23,60 @@ TOGETHER = ("one_stream_decode", "batch", "mixed", "prefill", "first_token")
 BESIDE = re.compile(r"beside ours at (\w+)")
 FEW = 100
 """Below this a number has a digit after its point."""
+MEMORY = {
+    "weights": "weights",
+    "cache": "cache",
+    "graphs": "graphs, buffers, libraries",
+    "step": "largest step",
+    "total": "all of it",
+}
+"""Lines of the budget by their name in serve_memory.csv."""
 STARTS = {"first": "start", "next": "next start"}
 DTYPE = "bfloat16"
+COLUMNS = {
+    ("1b", DTYPE): "Llama-3.2-1B's shape",
+    ("8b", DTYPE): "Llama-3.1-8B's shape",
+    ("8b", "fp8"): "the same in fp8",
+}
+"""Models and weights that are laid beside the peer."""
+UNITS_OF_TIME = ("ms", "s")
 PRESETS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
-SCHEMES = {"fp8": Scheme(kind="fp8", bits=8, group=0), "int4": Scheme(bits=4, group=128)}
 PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "int4"))
 """Models and weights that the GPU's predictions are laid beside."""
 
 
-def newest_speeds(results: Path) -> dict[tuple[str, str], Row]:
-    """The newest row of each model and case with weights in 16 bits."""
-    speeds = {
-        (row["model"], row["case"]): row
-        for row in read_rows(results / "serve_speed.csv")
-        if row["dtype"] == DTYPE and row["case"] != "start"
-    }
-    starts = {
-        (row["model"], STARTS[row["kind"]]): row | {"value": row["start_s"], "unit": "s"}
-        for row in read_rows(results / "serve_start.csv")
-    }
-    return speeds | starts
+def newest_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
+    """The newest row of each model, format of its weights and case; a start counts where either table has it later."""
+    speeds = [(row["model"], row["dtype"], row["case"], row) for row in read_rows(results / "serve_speed.csv")]
+    starts = []
+    for row in read_rows(results / "serve_start.csv"):
+        model, _, weights = row["model"].partition("-")
+        starts.append((model, weights or DTYPE, STARTS[row["kind"]], row | {"value": row["start_s"], "unit": "s"}))
+    by_date = sorted([*starts, *speeds], key=lambda found: found[3]["date"])
+    return {(model, weights, case): row for model, weights, case, row in by_date}
 
 
-def peer_speeds(results: Path) -> dict[tuple[str, str], Row]:
-    """The newest row of each model and case of vLLM."""
-    rows = read_rows(results / "serve_peers.csv")
-    return {(row["model"], row["case"]): row for row in rows if row["engine"].startswith("vLLM")}
+def peer_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
+    """The same of vLLM."""
+    rows = (row for row in read_rows(results / "serve_peers.csv") if row["engine"].startswith("vLLM"))
+    return {(row["model"], row["dtype"], row["case"]): row for row in rows}
 
 
 def beside(results: Path) -> str | None:
     """The commit of ours that the newest rows of vLLM were measured beside, in one run on one machine."""
-    found = [BESIDE.search(row["note"]) for row in peer_speeds(results).values() if row["case"] in TOGETHER]
+    rows = [row for (_, weights, case), row in peer_speeds(results).items() if weights == DTYPE and case in TOGETHER]
+    found = [BESIDE.search(row["note"]) for row in rows]
     commits = {match[1] if match else None for match in found}
     return commits.pop() if len(commits) == 1 else None
 
 
-def told_speeds(results: Path) -> dict[tuple[str, str], Row]:
+def told_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
     """Ours as the page tells them: of the run with vLLM where there is one, else the newest."""
     commit = beside(results)
     together = {
-        (row["model"], row["case"]): row
+        (row["model"], row["dtype"], row["case"]): row
         for row in read_rows(results / "serve_speed.csv")
-        if row["dtype"] == DTYPE and row["case"] in TOGETHER and row["commit"] == commit
+        if row["case"] in TOGETHER and row["commit"] == commit
     }
     return newest_speeds(results) | together
 
@@ -76,18 +84,40 @@ def told_speeds(results: Path) -> dict[tuple[str, str], Row]:
 def speed_rows(results: Path) -> Table:
     """A row a case, and for each model ours and the peer's."""
     ours, theirs = told_speeds(results), peer_speeds(results)
-    header = ["", *(name for title in MODELS.values() for name in (title, "vLLM"))]
+    header = ["", *(name for title in COLUMNS.values() for name in (title, "vLLM"))]
     rows = [
-        [title, *(_cell(found.get((model, case))) for model in MODELS for found in (ours, theirs))]
+        [title, *(_cell(found.get((*column, case))) for column in COLUMNS for found in (ours, theirs))]
         for case, title in CASES.items()
     ]
     return header, rows
 
 
+def times_as_fast(results: Path) -> dict[tuple[str, str, str], float]:
+    """Our speed beside the peer's, where both were measured: by model, weights and case."""
+    ours, theirs = told_speeds(results), peer_speeds(results)
+    found = {key: float(ours[key]["value"]) / float(theirs[key]["value"]) for key in theirs if key in ours}
+    return {key: 1 / ratio if ours[key]["unit"] in UNITS_OF_TIME else ratio for key, ratio in found.items()}
+
+
+def behind_text(results: Path) -> str:
+    """Where the peer is ahead, and what was measured of it alone."""
+    ratios, places = times_as_fast(results), [(*column, case) for column in COLUMNS for case in CASES]
+    behind = [f"{_place(key)}: {ratios[key]:.1%}" for key in places if ratios.get(key, 1) < 1]
+    alone = [_place(key) for key in places if key in peer_speeds(results) and key not in ratios]
+    slower = f"Slower than vLLM, by these rows: {'; '.join(behind)} of its speed." if behind else "Nowhere behind vLLM."
+    return slower + (f" Measured of vLLM alone: {'; '.join(alone)}." if alone else "")
+
+
+def _place(key: tuple[str, str, str]) -> str:
+    model, weights, case = key
+    name = model.upper() if weights == DTYPE else f"{model.upper()} in {weights}"
+    return f"{name}, {CASES[case].rpartition(',')[0]}"
+
+
 def speed_commits(results: Path) -> str:
     """Where our rows were measured, and whether vLLM's were in the same run."""
     ours = told_speeds(results)
-    found = [ours[model, case] for model in MODELS for case in CASES if (model, case) in ours]
+    found = [ours[*column, case] for column in COLUMNS for case in CASES if (*column, case) in ours]
     commits = dict.fromkeys(f"`{row['commit']}`" for row in found)
     devices = dict.fromkeys(row["device"] for row in found)
     engines = ", ".join(dict.fromkeys(row["engine"] for row in peer_speeds(results).values()))
@@ -106,6 +136,30 @@ def _cell(row: Row | None) -> str:
     value = float(row["value"])
     is_whole = row["unit"] == "tok/s" or value >= FEW or (value.is_integer() and row["unit"] == "s")
     return f"{value:,.0f}" if is_whole else f"{value:.1f}"
+
+
+def memory_rows(results: Path) -> Table:
+    """A line a model: GiB that the budget said of a GPU's memory beside what was taken, by the newest rows."""
+    header = ["", "weights are", *MEMORY.values()]
+    rows = newest_memory(results)
+    return header, [[row["model"].upper(), row["weights_in"], *(_memory(row, line) for line in MEMORY)] for row in rows]
+
+
+def memory_measured(results: Path) -> str:
+    """Where that was measured."""
+    places = dict.fromkeys(f"{row['device']} at `{row['commit']}`" for row in newest_memory(results))
+    return f"On {', '.join(places)}." if places else "Not measured yet."
+
+
+def newest_memory(results: Path) -> list[Row]:
+    """The newest row of each model and format of its weights."""
+    return list({(row["model"], row["weights_in"]): row for row in read_rows(results / "serve_memory.csv")}.values())
+
+
+def _memory(row: Row, line: str) -> str:
+    predicted, taken = (float(row[name]) / 1024 for name in (f"predicted_{line}_mib", f"{line}_mib"))
+    error = f" ({predicted / taken - 1:+.1%})".replace("-", "−").replace("%", " %") if line == "total" else ""
+    return f"{predicted:.2f} for {taken:.2f}{error}"
 
 
 def cpu_prediction_rows(results: Path) -> Table:
@@ -141,19 +195,26 @@ def _beside(row: Row, name: str) -> str:
 
 
 def gpu_prediction_rows(results: Path) -> Table:
-    """Predicted beside measured speeds on an H200: the newest rows of each model and format of its weights."""
+    """Predicted beside measured speeds on an H200: the newest rows of each model and format of its weights, and the
+    commit of those that are older than the others of their line."""
     cases = ("first_token", "one_stream_decode", "batch", "prefill")
     header = ["", "weights", *(CASES[case] for case in cases)]
     rows = []
     for model, weights in PREDICTED:
         measured, told = measured_on_gpu(results, model, weights), predicted_on_gpu(model, weights)
-        rows.append([model.upper(), weights, *(_told(told[case], measured.get(case)) for case in cases)])
+        commits = commits_apart([row for row in read_rows(results / "serve_speed.csv") if _is_of(row, model, weights)])
+        cells = (_told(told[case], measured.get(case), commits.get(case)) for case in cases)
+        rows.append([model.upper(), weights, *cells])
     return header, rows
+
+
+def _is_of(row: Row, model: str, weights: str) -> bool:
+    return (row["model"], row["dtype"]) == (model, weights)
 
 
 def measured_on_gpu(results: Path, model: str, weights: str) -> dict[str, float]:
     """Values of the newest rows by case."""
-    rows = (row for row in read_rows(results / "serve_speed.csv") if (row["model"], row["dtype"]) == (model, weights))
+    rows = (row for row in read_rows(results / "serve_speed.csv") if _is_of(row, model, weights))
     return {row["case"]: float(row["value"]) for row in rows}
 
 
@@ -172,21 +233,16 @@ def predicted_on_gpu(model: str, weights: str) -> dict[str, float]:
 
 
 def _serving(model: str, weights: str, length: int = 1, requests: int = 1) -> Serving:
-    name = PRESETS[model]
-    plain = make_serving(name, preset(name), parse_machine("H200"), "bf16", length, requests)
-    if weights == DTYPE:
-        return plain
-    scheme, ends = SCHEMES[weights], 2 * plain.spec.vocab_size * plain.spec.hidden_size
-    bits = scheme.bits + (32 / scheme.group if scheme.group else 0)  # a scale and a zero point of 16 bits a group
-    held_bytes = int((plain.spec.params() - ends) * bits / 8) + 2 * ends
-    return replace(plain, compressed=HeldWeights(held_bytes, 0, 0, weights, scheme))
+    name, form = PRESETS[model], "bf16" if weights == DTYPE else weights
+    return make_serving(name, preset(name), parse_machine("H200"), form, length, requests)
 
 
-def _told(predicted: float, measured: float | None) -> str:
+def _told(predicted: float, measured: float | None, commit: str | None) -> str:
+    form = ",.0f" if predicted >= FEW else ".2f"
     if measured is None:
-        return "–"
-    form = ",.0f" if measured >= FEW else ".2f"
-    return f"{predicted:{form}} for {measured:{form}} ({_percent(predicted / measured - 1)})"
+        return f"{predicted:{form}}, not measured"
+    error = _percent(predicted / measured - 1)
+    return f"{predicted:{form}} for {measured:{form}} ({error}{'' if commit is None else f', at `{commit}`'})"
 
 
 def _percent(error: float) -> str:

@@ -2,10 +2,18 @@
 
 from pathlib import Path
 
+import pytest
+
+from benchmarks.reports.compression import _served, commits_apart, served_rows
 from benchmarks.reports.documentation import ROOT
 from benchmarks.reports.serving import (
     CASES,
+    DTYPE,
+    behind_text,
     beside,
+    memory_measured,
+    memory_rows,
+    newest_memory,
     newest_predictions,
     newest_speeds,
     prediction_error,
@@ -14,62 +22,107 @@ from benchmarks.reports.serving import (
 )
 from benchmarks.rows import RESULTS
 
-OURS = """commit,device,model,case,value,unit,seconds,dtype,note
-a,H200,1b,one_stream_decode,100,tok/s,1,bfloat16,
-b,H200,1b,one_stream_decode,1234.5,tok/s,1,bfloat16,
-b,H200,1b,one_stream_decode,7,tok/s,1,int4,
-c,H200,8b,start,3.21,s,1,bfloat16,
+OURS = """date,commit,device,model,case,value,unit,seconds,dtype,note
+2026-01-01,a,H200,1b,one_stream_decode,100,tok/s,1,bfloat16,
+2026-01-01,b,H200,1b,one_stream_decode,1234.5,tok/s,1,bfloat16,
+2026-01-01,b,H200,1b,one_stream_decode,7,tok/s,1,int4,
+2026-01-01,c,H200,8b,start,3.21,s,1,bfloat16,
+2026-01-03,d,H200,8b,start,6.6,s,1,fp8,
+2026-01-03,d,H200,8b,batch,8000,tok/s,1,fp8,
 """
-STARTS = """commit,device,model,kind,start_s
-a,H200,8b,first,20.1
-a,H200,8b,first,11.44
-a,H200,8b,next,2.5
-a,H200,8b-int4,first,7
+STARTS = """date,commit,device,model,kind,start_s
+2026-01-01,a,H200,8b,first,20.1
+2026-01-02,a,H200,8b,first,11.44
+2026-01-02,a,H200,8b,next,2.5
+2026-01-02,a,H200,8b-fp8,first,7
+2026-01-02,a,H200,8b-int4,first,7
 """
-THEIRS = """engine,model,case,value,unit,note
-vLLM 1,1b,one_stream_decode,99.6,tok/s,
-other,1b,start,1,s,
-vLLM 1,8b,start,47,s,
+WHOLE = "4.00 for 5.00 (−20.0 %)"
+THEIRS = """engine,model,dtype,case,value,unit,note
+vLLM 1,1b,bfloat16,one_stream_decode,99.6,tok/s,
+other,1b,bfloat16,start,1,s,
+vLLM 1,8b,bfloat16,start,47,s,
+vLLM 1,8b,fp8,start,6,s,
+vLLM 1,8b,fp8,batch,10000,tok/s,
+vLLM 1,8b,fp8,mixed,11000,tok/s,
 """
-TOGETHER = """vLLM 2,1b,one_stream_decode,98,tok/s,prompt 256; beside ours at a
-vLLM 2,8b,start,40,s,
+TOGETHER = """vLLM 2,1b,bfloat16,one_stream_decode,98,tok/s,prompt 256; beside ours at a
+vLLM 2,8b,bfloat16,start,40,s,
 """
 
 
-def test_the_newest_row_of_a_case_counts(tmp_path: Path) -> None:
-    (tmp_path / "serve_speed.csv").write_text(OURS)
-    (tmp_path / "serve_start.csv").write_text(STARTS)
-    (tmp_path / "serve_peers.csv").write_text(THEIRS)
-    header, rows = speed_rows(tmp_path)
-    assert header[0::2] == ["", "vLLM", "vLLM"]
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    for name, text in (("speed", OURS), ("start", STARTS), ("peers", THEIRS)):
+        (tmp_path / f"serve_{name}.csv").write_text(text)
+    return tmp_path
+
+
+def test_the_newest_row_of_a_case_counts(results: Path) -> None:
+    header, rows = speed_rows(results)
+    assert header[0::2] == ["", *["vLLM"] * 3]
     found = {row[0]: row[1:] for row in rows}
     assert list(found) == list(CASES.values())
-    assert found["one stream, tokens/s"] == ["1,234", "100", "–", "–"]
-    assert found["first start on a machine, s"] == ["–", "–", "11.4", "47"]
-    assert found["next start, s"] == ["–", "–", "2.5", "–"]
-    assert found["first token after 256, ms"] == ["–"] * 4
+    assert found["one stream, tokens/s"] == ["1,234", "100", *["–"] * 4]
+    assert found["first start on a machine, s"] == ["–", "–", "11.4", "47", "6.6", "6"]
+    assert found["next start, s"] == ["–", "–", "2.5", "–", "–", "–"]
+    assert found["first token after 256, ms"] == ["–"] * 6
     apart = "vLLM 1 ran the same workloads on such a card another day, not in one run with us (`serve_peers.csv`)."
-    assert speed_commits(tmp_path) == f"Ours on H200 at `b`, `a`. {apart}"
+    assert speed_commits(results) == f"Ours on H200 at `b`, `a`, `d`. {apart}"
 
 
-def test_rows_of_one_run_stand_beside_each_other(tmp_path: Path) -> None:
+def test_rows_of_one_run_stand_beside_each_other(results: Path) -> None:
     """Ours of that commit then, not the newest; starts of ours have a table of their own."""
-    (tmp_path / "serve_speed.csv").write_text(OURS)
-    (tmp_path / "serve_start.csv").write_text(STARTS)
-    (tmp_path / "serve_peers.csv").write_text(THEIRS + TOGETHER)
-    found = {row[0]: row[1:] for row in speed_rows(tmp_path)[1]}
-    assert found["one stream, tokens/s"] == ["100", "98", "–", "–"]
-    assert found["first start on a machine, s"] == ["–", "–", "11.4", "40"]
-    told = "vLLM 2 ran by turns with ours at `a` in one run on one machine (`serve_peers.csv`)."
-    assert speed_commits(tmp_path) == f"Ours on H200 at `a`. {told}"
-    with (tmp_path / "serve_peers.csv").open("a") as file:
-        file.write("vLLM 2,8b,batch,1,tok/s,beside ours at b\n")
-    assert beside(tmp_path) is None
+    (results / "serve_peers.csv").write_text(THEIRS + TOGETHER)
+    found = {row[0]: row[1:] for row in speed_rows(results)[1]}
+    assert found["one stream, tokens/s"] == ["100", "98", *["–"] * 4]
+    assert found["first start on a machine, s"] == ["–", "–", "11.4", "40", "6.6", "6"]
+    told = "vLLM 2, vLLM 1 ran by turns with ours at `a` in one run on one machine (`serve_peers.csv`)."
+    assert speed_commits(results) == f"Ours on H200 at `a`, `d`. {told}"
+    with (results / "serve_peers.csv").open("a") as file:
+        file.write("vLLM 2,8b,bfloat16,batch,1,tok/s,beside ours at b\n")
+    assert beside(results) is None
+
+
+def test_where_the_peer_is_ahead_is_said(results: Path) -> None:
+    assert behind_text(results) == (
+        "Slower than vLLM, by these rows: 8B in fp8, 64 × (256 + 256): 80.0%; 8B in fp8, first start on a machine: "
+        "90.9% of its speed. Measured of vLLM alone: 8B in fp8, 256 of mixed lengths."
+    )
+
+
+def test_rows_of_another_commit_name_it(results: Path) -> None:
+    _, rows = served_rows(results / "serve_speed.csv", "1b")
+    assert rows[0] == ("bfloat16", "1,234", "–", "–", "–", "`b`")
+    old = {"case": "prefill", "commit": "a"}
+    new = {"case": "batch", "commit": "b"}
+    assert commits_apart([old, new]) == {"prefill": "a"}
+    assert commits_apart([old, new, old | {"commit": "b"}]) == {}
+    assert _served({"value": "1000"}, "a") == "1,000 (`a`)"
+
+
+def test_memory_is_told_line_by_line(tmp_path: Path) -> None:
+    assert memory_measured(tmp_path) == "Not measured yet."
+    lines = {"weights": (1024, 1024), "cache": (2048, 2048), "graphs": (512, 256), "step": (512, 1024)}
+    values: dict[str, str] = {"device": "H200", "commit": "a", "model": "8b", "weights_in": "int4"}
+    for line, (predicted, taken) in {**lines, "total": (4096, 4096 * 1.25)}.items():
+        values |= {f"predicted_{line}_mib": str(predicted), f"{line}_mib": str(taken)}
+    (tmp_path / "serve_memory.csv").write_text(f"{','.join(values)}\n{','.join(values.values())}\n")
+    header, rows = memory_rows(tmp_path)
+    assert len(header) == len(rows[0])
+    assert rows == [["8B", "int4", *(f"{a / 1024:.2f} for {b / 1024:.2f}" for a, b in lines.values()), WHOLE]]
+    assert memory_measured(tmp_path) == "On H200 at `a`."
+
+
+def test_what_was_measured_of_memory_is_near_what_was_predicted() -> None:
+    """The whole within two parts in a hundred, once there are rows."""
+    errors = [float(row["predicted_total_mib"]) / float(row["total_mib"]) - 1 for row in newest_memory(RESULTS)]
+    assert all(abs(error) <= 0.02 for error in errors), errors
 
 
 def test_the_page_says_what_first_requests_of_new_lengths_took() -> None:
     newest = newest_speeds(RESULTS)
-    first, second = (float(newest["1b", case]["seconds"]) for case in ("mixed_first", "mixed"))
+    first, second = (float(newest["1b", DTYPE, case]["seconds"]) for case in ("mixed_first", "mixed"))
     page = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
     assert f"the 256 mixed ones took {first:.1f} s the first time and {second:.1f} s the second" in page
 

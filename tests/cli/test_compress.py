@@ -8,6 +8,7 @@ import pytest
 
 from tests.compress.conftest import SPEC, text, tiny, tokenizer
 from tests.compress.test_fitting import sized
+from tests.covering import thorough
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.fitting import fit_ledger
 from tightfit.compress.report import CompressionReport, LayerReport
@@ -182,7 +183,7 @@ def test_a_report_beside_the_model_and_sizes_against_perplexity(
     "method",
     [
         ("--method", "gptq", "--bits", 4, "--group", 32),
-        ("--fit", "T4", "--context", 100),
+        thorough(("--fit", "T4", "--context", 100)),
         ("--method", "structured", "--keep-mlp", 96),
         ("--method", "whitened-svd"),
         ("--method", "rtn", "--group", 32),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said
+from tests.covering import thorough
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.layer_compression import compress_layer
@@ -225,11 +226,11 @@ def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, 
     ("method", "options", "group"),
     [
         ("rtn", {}, 64),
-        ("gptq", {"bits": 3}, 64),
+        thorough("gptq", {"bits": 3}, 64),
         ("binary", {}, 64),
         ("rtn", {"bits": 4, "group": 32}, 32),
         ("rtn", {"bits": 8}, 0),
-        ("spqr", {}, 16),
+        thorough("spqr", {}, 16),
         ("nvfp4", {}, 16),
     ],
 )
@@ -299,8 +300,11 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("awq", name) for name in FAMILIES]
+    + [("gptq", name) if "_" in name else thorough("gptq", name) for name in FAMILIES],
+)
 def test_families(name: str, method: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path) -> None:
     spec: ModelSpec = FAMILIES[name]
     (tmp_path / "model").mkdir()
@@ -311,8 +315,10 @@ def test_families(name: str, method: str, tokenizer: Tokenizer, text: Path, toke
     assert float((made - wanted).square().mean() / wanted.square().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt2"])
-@pytest.mark.parametrize("method", ["mxfp4", "gptq-groups"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("phi3", "mxfp4"), ("gpt2", "gptq-groups"), thorough("phi3", "gptq-groups"), thorough("gpt2", "mxfp4")],
+)
 def test_parts_that_files_stack(
     name: str, method: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
+from tests.covering import thorough
 from tightfit.compress.gguf_blocks import CODERS, encode_rows
 from tightfit.compress.gguf_export import GgufCoder, export_gguf
 from tightfit.compress.gguf_feedback import encode_with_feedback
@@ -96,7 +97,7 @@ def wide(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("mixture", ["q4_k_m", "q5_k_m", "q6_k", "q4_0"])
+@pytest.mark.parametrize("mixture", ["q4_k_m", "q5_k_m", thorough("q6_k"), "q4_0"])
 def test_llama_cpp_computes_the_same(mixture: str, wide: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
     from tests.models.gguf.llama_cpp import llama_cpp

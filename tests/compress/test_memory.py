@@ -68,7 +68,11 @@ CASES = [
 
 def is_quick(method: str, spec: ModelSpec, rows: int, length: int, phase: Phase | None) -> bool:
     """Each method where coding is the fullest, and other shapes with some of them: their moments are the same."""
-    return (phase == "coding" and (spec is WIDE or method in ("awq", "round"))) or method in ("sparsegpt", "rtn")
+    return (
+        (phase == "coding" and spec is WIDE)
+        or method == {SQUARE: "awq", WIDE: "sparsegpt"}.get(spec)
+        or method == "rtn"
+    )
 
 
 @pytest.mark.parametrize(

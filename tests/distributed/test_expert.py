@@ -42,11 +42,12 @@ def choose_some(experts: tuple[int, ...], probabilities: Tensor) -> tuple[Tensor
 
 
 def judge(target: CheckTarget, chosen: tuple[int, ...] = ()) -> Verdict:
-    """The verdict of all ranks; where experts are given, every token goes to those."""
+    """The verdict of all ranks; where experts are given, every token goes to those. A bias that moves after a step is
+    seen in the next."""
     always = (lambda scores, *_: choose_some(chosen, scores)) if chosen else None
     mesh = mesh_of(target.layout)
     if always is None:
-        return compare(target, mesh, torch.device("cpu"), steps=2)
+        return compare(target, mesh, torch.device("cpu"), steps=2 if target.spec.experts == CORRECTED.experts else 1)
     with patch("tightfit.models.mlp.choose", always):
         return compare(target, mesh, torch.device("cpu"), steps=1)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.parts import Parts, held, united
 from tests.distributed.training import UNEVEN, Case, build, mesh_of, run_rank, together, truth
@@ -50,7 +51,7 @@ def give(p: torch.nn.Parameter, gradient: Tensor) -> None:
     p.grad = like_shard(gradient[first : first + local(p).shape[0]].clone(), p)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [thorough("8bit"), *list(CASES)[1:]])
 def test_shards_are_updated_to_the_bits_of_one_process(group: Make, name: str) -> None:
     case = CASES[name]
     alone = replace(case, data=1, zero=0)

@@ -84,7 +84,7 @@ def assert_same_run(found: Path, truth: Path, step: int = 4) -> None:
             assert our_row[key] == pytest.approx(their_row[key], rel=1e-4), (our_row, key)
 
 
-@pytest.mark.parametrize(("data", "zero"), [thorough(2, 0), (2, 1), (4, 3)])
+@pytest.mark.parametrize(("data", "zero"), [thorough(2, 0), thorough(2, 1), (4, 3)])
 def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], data: int, zero: int) -> None:
     job, one = make("many", data, zero), make("one")
     results = run_on(group, job)
@@ -111,13 +111,18 @@ def test_stopped_and_resumed_in_the_same_layout_is_bit_equal(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
-def test_another_number_of_ranks_holds_the_same_bits(group: Make, make: Callable[..., Job], precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "readers"),
+    [("bf16", [(1, 0), (4, 2)]), thorough("bf16", [(2, 0)]), thorough("fp32", [(1, 0), (4, 2)])],
+)
+def test_another_number_of_ranks_holds_the_same_bits(
+    group: Make, make: Callable[..., Job], precision: str, readers: list[tuple[int, int]]
+) -> None:
     """Saved by ZeRO-3 on two; loaded and written again by one process, by four under ZeRO-2, and by two replicas."""
     fields = {"precision": precision, "steps": 1, "evaluation": {"max_rows": 1}}
     run_on(group, make("moving", 2, 3, **fields))
     saved = checkpoint_files(checkpoints_of(make("moving").output)[-1])
-    for data, zero in ((1, 0), (4, 2), (2, 0)):
+    for data, zero in readers:
         job, copy = make("moving", data, zero, **fields), make(f"copy-{data}-{zero}").output
         arguments = job.model_dump(mode="json"), str(copy)
         assert group(data).run(write_again, *arguments) if data > 1 else [write_again(*arguments)]

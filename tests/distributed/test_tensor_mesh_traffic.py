@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.covering import thorough
 from tests.distributed.group import Group
 from tests.distributed.test_tensor_mesh import CUBE, DEEP, NINE, SPECS, SQUARE, THREES
 from tests.distributed.training import GEMMA, GPT2
@@ -94,7 +95,7 @@ def told(messages: list[Message]) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [thorough(name) if layout is NINE else name for name, (_, layout) in CASES.items()])
 def test_what_is_sent_is_the_formula(group: Make, name: str) -> None:
     """Of every collective, forward and backward, on every rank."""
     spec, layout = CASES[name]

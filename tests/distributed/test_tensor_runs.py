@@ -53,13 +53,21 @@ def test_a_run_ends_as_one_process_s(group: Make, make: Callable[..., Job], layo
     assert_same_run(job.output, one.output)
 
 
-@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
-def test_other_layouts_hold_the_same_bits(group: Make, make: Callable[..., Job], precision: str) -> None:
+SHARDS, REPLICAS = {"data": 4, "zero": 3, "shard_inside": 2}, {"tensor": 2, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("precision", "layouts"),
+    [("bf16", [SHARDS, REPLICAS]), thorough("bf16", [{}, TWO]), thorough("fp32", [{}, SHARDS])],
+)
+def test_other_layouts_hold_the_same_bits(
+    group: Make, make: Callable[..., Job], precision: str, layouts: list[dict[str, int]]
+) -> None:
     """Saved by two tensor ranks on two data ranks; loaded and written again by others, to the same files."""
     fields = {"precision": precision, "steps": 1, "evaluation": {"max_rows": 1}}
     run_on(group, make("moving", GRID, **fields))
     saved = checkpoint_files(checkpoints_of(make("moving").output)[-1])
-    for number, layout in enumerate(({}, TWO, {"data": 4, "zero": 3, "shard_inside": 2}, {"tensor": 2, "data": 2})):
+    for number, layout in enumerate(layouts):
         job, copy = make("moving", layout, **fields), make(f"copy-{number}").output
         arguments = job.model_dump(mode="json"), str(copy)
         if job.layout.ranks > 1:

@@ -1,5 +1,6 @@
 """Serving on a real card: graphs, overlapped kernels and tokens chosen there give what transformers gives elsewhere."""
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 import torch
 from triton.backends.nvidia.compiler import get_ptxas_version
 
+from benchmarks import serve_memory
+from tests.conftest import SENTENCES
 from tests.kernels.truth import assert_no_worse
 from tests.models.huggingface.reference import pair
+from tests.serve import ways
 from tests.serve.compiling import compilations
 from tests.serve.test_families import expected, greedy
 from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
@@ -19,6 +23,7 @@ from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
+from tightfit.models.tokenizer import train_tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.graphs.compiler import Compiler
@@ -92,6 +97,38 @@ def test_every_way_of_running_gives_the_same_tokens(small: Decoder) -> None:
     sampled = answers(Engine(small, None, replace(config, async_steps=False)), **seeded)
     assert answers(Engine(small, None, config), **seeded) == sampled
     assert sampled != wanted
+
+
+@pytest.fixture(scope="module")
+def repeating(small: Decoder) -> Decoder:
+    """The same widths with few words, so that random answers repeat some: guesses are made and penalties weigh."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Decoder(replace(small.spec, vocab_size=300))
+    init_weights(model, gain=1.5)
+    return model
+
+
+def test_guesses_change_nothing(repeating: Decoder) -> None:
+    """By lookup, skipped layers, a draft of half the layers, and one that is the model itself."""
+    torch.manual_seed(1)
+    with torch.device("cuda"):
+        smaller = Decoder(replace(repeating.spec, layers=2))
+    init_weights(smaller, gain=1.5)
+    ways.check_guesses(repeating, smaller)
+
+
+def test_giving_way_changes_nothing(small: Decoder) -> None:
+    ways.check_giving_way(small)
+
+
+def test_penalties_are_those_that_are_written_out(repeating: Decoder) -> None:
+    ways.check_penalties(repeating)
+
+
+def test_forms_hold_beside_plain_requests(repeating: Decoder) -> None:
+    pytest.importorskip("llguidance")
+    ways.check_forms(repeating, train_tokenizer(SENTENCES, 300))
 
 
 def forget_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,3 +238,10 @@ def test_keys_and_values_in_a_byte_each(small: Decoder, form: CacheFormat) -> No
     plain.runner.cache.impl = "torch"
     assert answers(fast) == answers(plain)
     assert fast.runner.cache.storage.element_size() == 1
+
+
+def test_a_gpus_memory_is_taken_as_the_budget_said() -> None:
+    """All of it within two parts in a hundred; weights and cache are exact but for what an allocator rounds up."""
+    row: Any = serve_memory.measure("1b", argparse.Namespace(device="cuda"))
+    for line, error in (("weights", 0.002), ("cache", 0.002), ("total", 0.02)):
+        assert row[f"{line}_mib"] == pytest.approx(row[f"predicted_{line}_mib"], rel=error), row

@@ -135,6 +135,15 @@ def test_local_says_what_it_cannot_use(listing: str, words: list[str]) -> None:
         assert word in str(error.value)
 
 
+def test_a_machine_without_a_gpu_that_nobody_measured_names_both_ways_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"no GPU that nvidia-smi can list; run tightfit calibrate .* --on 8xH100-80GB"):
+        local_machine("64GB")
+
+
 def facts(multiprocessors: int, mhz: int, memory_mhz: int, bus_bits: int, major: int, minor: int) -> DriverFacts:
     return DriverFacts(
         multiprocessors=multiprocessors,

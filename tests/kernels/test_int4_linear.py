@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tests.covering import thorough
 from tightfit.kernels.int4_linear import (
     GROUPS,
     code_order,
@@ -79,8 +80,14 @@ def test_what_is_not_taken() -> None:
         assert not takes_int4(outputs, inputs, bits, group)
 
 
+def test_a_cpu_without_vectors_has_no_fast_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch names it; `test_on_another_cpu` has torch itself take one for that."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert code_order.__wrapped__() is None
+
+
 @here
-@pytest.mark.parametrize(("capability", "takes"), [("avx2", True), ("default", False)])
+@pytest.mark.parametrize(("capability", "takes"), [("avx2", True), thorough("default", False)])
 def test_on_another_cpu(capability: str, takes: bool) -> None:
     """Whose order of codes is another, or which has no fast product."""
     code = (

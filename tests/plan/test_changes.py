@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import thorough
 from tests.plan.questions import planned, question
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import find_accelerator
@@ -81,7 +82,7 @@ def test_every_lever_saves_memory_is_lossy_or_saves_nothing_more() -> None:
     [
         question("llama-3.2-1b", "A10-24GB", 2048, 1),
         question("llama-3.2-1b", "2xA10-24GB", 2048, 2),
-        question("gemma-2-2b", "2xA10-24GB", 8192, 2),
+        thorough(question("gemma-2-2b", "2xA10-24GB", 8192, 2)),
         question("llama-3.1-8b", "A10-24GB", 32768, 1),
         question("qwen3-30b-a3b", "A100-80GB", 1024, 1),
     ],
@@ -111,7 +112,7 @@ def test_pure_bf16_is_offered_with_its_price() -> None:
     ("model", "on", "length", "rows", "host"),
     [
         ("qwen2.5-32b", "2xRTX4090", 2048, 2, "128GB"),
-        ("llama-3.1-70b", "4xA100-80GB", 4096, 8, "256GB"),
+        thorough("llama-3.1-70b", "4xA100-80GB", 4096, 8, "256GB"),
         ("mixtral-8x7b", "2xA100-80GB", 2048, 2, "64GB"),
     ],
 )

@@ -69,7 +69,7 @@ def is_run(workload: Workload, layout: Layout, levers: Levers) -> bool:
     return refused_by_trainer(run) is None
 
 
-@pytest.mark.parametrize("count", [200, thorough(500)])
+@pytest.mark.parametrize("count", [100, thorough(500)])
 def test_whatever_a_search_may_propose_is_run(count: int) -> None:
     """Any layouts and any levers that the search may choose for so many questions."""
     draw = random.Random(0)
@@ -83,12 +83,13 @@ def test_whatever_a_search_may_propose_is_run(count: int) -> None:
     assert asked > 3 * count
 
 
-def test_plans_run_dry(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [9, thorough(24)])
+def test_plans_run_dry(count: int, tmp_path: Path) -> None:
     """The whole answer of some questions, with pins, through the trainer's own dry run; `make dry-runs` asks 500."""
-    found = [tried(asked, question, tmp_path) for asked, question in questions(12, seed=0, most_gpus=16)]
+    found = [tried(asked, question, tmp_path) for asked, question in questions(count, seed=0, most_gpus=16)]
     plans = [each for each in found if each is not None]
-    assert len(plans) > 8
-    assert sum(each.fits for each in plans) > 4
+    assert len(plans) > 2 / 3 * count
+    assert sum(each.fits for each in plans) > count / 3
     assert [each for each in plans if each.refusal is not None] == []
 
 
@@ -156,7 +157,7 @@ def with_host(space: SearchSpace) -> SearchSpace:
     return replace(space, machine=replace(space.machine, host_bytes=2 * 10**12))
 
 
-@pytest.mark.parametrize("count", [30, thorough(300)])
+@pytest.mark.parametrize("count", [18, thorough(300)])
 def test_more_gpus_shorter_rows_and_larger_cards_are_not_slower(count: int) -> None:
     compared = 0
     for kind, before, after in pairs(count):

@@ -91,6 +91,27 @@ def test_nonsense_is_one_sentence(form: str, length: int, requests: int, words: 
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("form", "bytes_per_weight", "rows"), [("int4", 0.5 + 3 / 128, 0), ("int8", 1 + 3 / 128, 0), ("fp8", 1, 4)]
+)
+def test_formats_of_compress_by_name(form: str, bytes_per_weight: float, rows: int) -> None:
+    """A 16-bit scale and a byte of zero point for 128 weights, or a float32 scale a row; by hand, for 8B's layers."""
+    layer = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}
+    weights = 32 * sum(count * outputs * inputs for (outputs, inputs), count in layer.items())
+    scales = 32 * rows * sum(count * outputs for (outputs, _), count in layer.items())
+    plain = 2 * (2 * 128_256 * 4096 + (2 * 32 + 1) * 4096)
+    asked = serving("llama-3.1-8b", "H200", form)
+    assert asked.weight_bytes == weights * bytes_per_weight + scales + plain
+    assert asked.weights_name == form
+    assert asked.fits
+    assert asked.predicted_tokens_per_second > 1.3 * serving("llama-3.1-8b", "H200", "bf16").predicted_tokens_per_second
+
+
+def test_formats_of_compress_are_for_dense_models() -> None:
+    with pytest.raises(UserError, match="--quantize is int4, which is counted for dense models only"):
+        serving("mixtral-8x7b", "H200", "int4")
+
+
 WITHIN = 0.15
 
 

@@ -1,6 +1,7 @@
 """A tiny model with a tokenizer, for tests of what surrounds it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -11,6 +12,7 @@ from tests.serve.running import CONFIG, Running, client_of, serving
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
+from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, train_tokenizer
 
@@ -60,6 +62,14 @@ def smaller() -> Decoder:
 @pytest.fixture(scope="session")
 def loaded(model: Decoder, tokenizer: Tokenizer) -> LoadedModel:
     return LoadedModel(model, tokenizer, "tiny")
+
+
+@pytest.fixture(scope="session")
+def directory(model: Decoder, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model on disk, for programs that are given one."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    write_model(folder, model, tokenizer)
+    return folder
 
 
 @pytest.fixture(scope="module")

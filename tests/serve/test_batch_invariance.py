@@ -51,7 +51,7 @@ def test_company_changes_no_bit(dtype: torch.dtype, seeds: range) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [thorough("qwen3"), "gemma2", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "phi3-longrope-long"]
+    "name", [thorough("qwen3"), "gemma2", "gpt2", thorough("qwen3_moe"), "gpt_oss", "deepseek_v3", "phi3-longrope-long"]
 )
 def test_families(name: str) -> None:
     """Norms of heads, soft caps and windows, layer norms, experts, sinks, latent attention, ropes by length."""
@@ -136,7 +136,7 @@ def test_the_services_thread_computes_the_same(model: Decoder) -> None:
     assert asyncio.run(ask()).chances == alone.chances
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 3.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 3.0), thorough(5, None), thorough(None, 3.0)])
 def test_the_kernel_of_a_gpu_gives_a_token_the_same_in_any_company(window: int | None, softcap: float | None) -> None:
     """In Triton's interpreter: rows of two sequences together, one by one, and as torch has it."""
     torch.manual_seed(0)

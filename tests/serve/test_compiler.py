@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import thorough
 from tightfit.models.decoder import Decoder
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.forward.runner import Runner, make_cache
@@ -17,23 +18,41 @@ from tightfit.serve.graphs.compiler import start_compiler
 pytest.importorskip("triton", reason="pip install triton")
 
 
+MODELS = ("llama", "qwen3", "phi3", "gpt2", "gemma2")
+OTHERS = ("mistral", "qwen2", "gemma", "gemma3")
+"""Whose windows, biases and norms are those of MODELS in other company. The last of each are compiled."""
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, MODELS)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compiled(tmp_path_factory, OTHERS)
+
+
+def compiled(tmp_path_factory: pytest.TempPathFactory, models: tuple[str, ...]) -> Any:
     """What tests/serve/compiling.py says. It takes some ten seconds: two processes import torch and hash Triton."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("cache", "temporary")}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folders["cache"]), "TMPDIR": str(folders["temporary"])}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.serve.compiling"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.serve.compiling", *models]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     left = [str(path) for path in folders["temporary"].iterdir()]
     return json.loads(made.stdout) | {"left": left + [str(p) for p in folders["cache"].rglob("tmp.*")]}
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "gpt2"])
-def test_trials_through_few_layers_have_all_kernels_of_the_steps_and_no_others(found: Any, name: str) -> None:
-    assert found[name]["not tried"] == found[name]["of no use"] == []
-    assert {"paged_attention", "paged_prefill", "greedy", "row_norm"} <= set(found[name]["tried"])
+@pytest.mark.parametrize(("fixture", "models"), [("found", MODELS), thorough("others", OTHERS)])
+def test_trials_through_few_layers_have_all_kernels_of_the_steps_and_no_others(
+    fixture: str, models: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    said = request.getfixturevalue(fixture)
+    for name in models:
+        assert said[name]["not tried"] == said[name]["of no use"] == [], name
+        assert {"paged_attention", "paged_prefill", "greedy", "row_norm"} <= set(said[name]["tried"]), name
 
 
 def test_other_processes_compile_and_this_one_finds_it_in_the_cache(found: Any) -> None:

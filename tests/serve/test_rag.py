@@ -1,8 +1,10 @@
 """The retrieval example, small: like finds like, answers name a passage, and the numbers of its evaluation add up."""
 
 import hashlib
+import json
 import re
 import sys
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 
@@ -73,6 +75,30 @@ def test_answers_are_evaluated(loaded: LoadedModel, monkeypatch: pytest.MonkeyPa
         assert len(vectors) == 2
         assert len(vectors[0]) == loaded.model.spec.hidden_size
         server.wait_until_idle()
+
+
+def test_one_command_starts_a_server_builds_an_index_and_evaluates(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the README has it, with a tiny model, few passages and one question; the server is a process, and ends."""
+    from examples.rag import __main__ as rag
+    from examples.rag.passages import Passage
+
+    monkeypatch.setattr(rag, "SHOWN_CHARACTERS", 20)
+    monkeypatch.setattr(rag, "passages", lambda names: [Passage(topic, f"about {topic}") for topic in TOPICS])
+    index = tmp_path / "index.sqlite"
+    options = ["--model", str(directory), "--vectors", "server", "--questions", "1", "--index", str(index)]
+    monkeypatch.setattr("sys.argv", ["rag", *options])
+    rag.main()
+    told = capfd.readouterr().out.splitlines()
+    assert "vectors by the served model" in told
+    found = json.loads(told[-1])
+    assert found["questions"] == 1
+    assert 0 <= found["hit_rate_at_3"] <= 1
+    assert index.stat().st_size > 0
+    url = next(word for line in told for word in line.split() if word.startswith("http://127.0.0.1:"))
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{url}/health", timeout=5)
 
 
 @pytest.mark.parametrize(

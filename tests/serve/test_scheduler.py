@@ -1,9 +1,15 @@
 """The scheduler and its pool without a model: no block is ever lost, held twice by mistake, or shared while written."""
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
+from tests.covering import thorough
+from tests.serve.conftest import SHAPE
+from tightfit.serve.cache.host_store import HostStore
+from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.schedule.block_pool import ROOT, BlockPool, block_digest
 from tightfit.serve.schedule.scheduler import Chunk, Limits, Scheduler
@@ -43,12 +49,25 @@ def check(scheduler: Scheduler) -> None:
     assert len(set(slots)) == len(slots)
 
 
-@pytest.mark.parametrize(("lookahead", "depth"), [(0, 0), (0, 1), (3, 0)])
-def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_full(lookahead: int, depth: int) -> None:
+def cache_of(pool: BlockPool) -> PagedCache:
+    """A number a position, in the blocks of `pool`."""
+    spec = replace(SHAPE, layers=1, kv_heads=1, head_dim=2)
+    return PagedCache(spec, pool.size, pool.block_size, torch.device("cpu"), torch.float32, "model")
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "depth", "host_bytes"),
+    [(0, 0, 0), (0, 1, 0), (3, 0, 0), (0, 0, 2**20), (0, 1, 600), thorough((3, 0, 600))],
+)
+def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_full(
+    lookahead: int, depth: int, host_bytes: int
+) -> None:
+    """Also where what gives way is copied to the host: all of it, or as little as there is room for."""
     rng = random.Random(lookahead * 2 + depth)
     pool = BlockPool(size=24, block_size=4)
     limits = Limits(sequences=6, step_tokens=20, lookahead=lookahead)
-    scheduler, alive, arrivals, flying = Scheduler(pool, limits), [], 0, []
+    host = HostStore(cache_of(pool), host_bytes) if host_bytes else None
+    scheduler, alive, arrivals, flying = Scheduler(pool, limits, host), [], 0, []
     while arrivals < 10_000 or scheduler.has_work:
         for _ in range(rng.choice((0, 0, 1, 1, 2)) if arrivals < 10_000 else 0):
             prompt = [rng.randrange(2) for _ in range(rng.choice((1, 3, 9, 20, 40)))]
@@ -67,12 +86,17 @@ def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_ful
             collect(scheduler, flying.pop(0), rng)
         if arrivals % 16 == 0:
             check(scheduler)
+            assert host is None or host.used_bytes <= host_bytes
         alive = [each for each in alive if each.state != "finished"]
     assert arrivals >= 10_000
     assert scheduler.preemptions > 100
     assert pool.free == pool.size
     assert all(count == 0 for count in pool._holders)
     assert len(scheduler._slots) == limits.sequences
+    if host is not None:
+        assert host.restored_count > 50
+        assert host.saved_count >= host.restored_count
+        assert host.used_bytes == 0
 
 
 def run_alone(scheduler: Scheduler, steps: int) -> list[list[Chunk]]:

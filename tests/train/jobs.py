@@ -31,6 +31,7 @@ def tiny_job(output: Path, corpus: Path, cache: Path, **changes: Any) -> Job:
         "optimizer": {"lr": 5e-3},
         "schedule": {"kind": "cosine", "warmup_steps": 1},
         "saving": {"sharded": False},
+        "evaluation": {"max_rows": 2},
     }
     return Job.model_validate({**fields, **changes})
 

@@ -74,7 +74,9 @@ class PlanOptions:
         ),
     ] = None
     serve: Annotated[bool, typer.Option("--serve", help="Ask about serving on one card instead of training.")] = False
-    quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, …")] = None
+    quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, int4, fp8, …")] = (
+        None
+    )
     context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None
     cache_format: Annotated[
         Literal["model", "int8", "fp8"] | None, typer.Option(help="What served keys and values are kept in.")

@@ -14,6 +14,8 @@ from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK, Machine, parse_machine
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+WAYS = "run tightfit calibrate to plan for its CPU, or name a machine, such as --on 8xH100-80GB"
+"""What somebody without a GPU can do; the planner has no figures of a CPU that nobody has measured."""
 BRANDS = ("NVIDIA", "TESLA", "GEFORCE")
 
 
@@ -68,7 +70,7 @@ def _gpu_machine(host_memory: str | int | None, listing: str | None, facts: Driv
     """The GPUs and their name; `listing` and `facts` stand in for what nvidia-smi and the driver say."""
     rows = [row.rsplit(",", 1) for row in (_listing() if listing is None else listing).splitlines() if row.strip()]
     if not rows:
-        raise UserError("nvidia-smi lists no GPU here; name the machine instead, such as --on 8xH100-80GB")
+        raise UserError(f"nvidia-smi lists no GPU here; {WAYS}")
     device_name = rows[0][0].strip()
     kinds = {(name.strip(), int(float(mib))) for name, mib in rows}
     cards = {_card(name, mib, facts) for name, mib in kinds}
@@ -95,9 +97,7 @@ def _listing() -> str:
     try:
         return subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
-        raise UserError(
-            "this machine has no GPU that nvidia-smi can list; name the machine instead, such as --on 8xH100-80GB"
-        ) from None
+        raise UserError(f"this machine has no GPU that nvidia-smi can list; {WAYS}") from None
 
 
 def _card(name: str, total_mib: int, facts: DriverFacts | None) -> Accelerator:

@@ -39,12 +39,12 @@ def _held_base(base: BaseModel, spec: ModelSpec) -> HeldWeights | None:
     has_files = (folder / "config.json").is_file() and not is_adapted(folder)
     held = held_weights(folder, spec) if has_files else None
     if held is None and base.rounding is not None:
-        return _rounded(base.rounding, spec)
+        return rounded_weights(base.rounding, spec)
     return held
 
 
-def _rounded(scheme: Scheme, spec: ModelSpec) -> HeldWeights:
-    """A plain model whose linear layers are rounded as they are loaded."""
+def rounded_weights(scheme: Scheme, spec: ModelSpec) -> HeldWeights:
+    """A plain dense model whose linear layers are rounded as they are loaded."""
     shapes = linear_shapes(spec).values()
     coded = spec.layers * sum(scheme.held_bytes(outputs, inputs) for outputs, inputs in shapes)
     plain = spec.params() - spec.layers * sum(outputs * inputs for outputs, inputs in shapes)

@@ -13,6 +13,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
+from tightfit.jobs.served_weights import rounded_weights
 from tightfit.memory.formulas.overheads import ON_CPU
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
@@ -27,6 +28,12 @@ from tightfit.plan.serving_time import PackedProducts, ServingRates, StepRates, 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")
 PLAIN: tuple[WeightFormat, ...] = ("fp32", "fp16", "bf16")
+CODED = {
+    "int8": Scheme(bits=8, group=128, symmetric=False),
+    "int4": Scheme(bits=4, group=128, symmetric=False),
+    "fp8": Scheme(kind="fp8", bits=8, group=0),
+}
+"""What `tightfit compress` makes of a dense model's layers by these names; embedding and head stay in 16 bits."""
 
 CPU_ELEMENT_BYTES = 4
 
@@ -250,6 +257,16 @@ class Serving:
         }
 
 
+def _coded(form: str, spec: ModelSpec) -> HeldWeights:
+    """The weights of a dense model with its layers in one of `CODED`."""
+    if spec.experts is not None or spec.latent is not None:
+        raise UserError(
+            f"--quantize is {form}, which is counted for dense models only; compress this one and plan the result, or "
+            f"give one of {', '.join(FORMATS)}"
+        )
+    return replace(rounded_weights(CODED[form], spec), description=form)
+
+
 def make_serving(
     model: str,
     spec: ModelSpec,
@@ -261,8 +278,10 @@ def make_serving(
     compressed: HeldWeights | None = None,
 ) -> Serving:
     """The question as the user put it, checked; `compressed` weights are taken as they are."""
+    if form in CODED:
+        form, compressed = "bf16", _coded(form, spec)
     if form not in FORMATS:
-        raise UserError(f"--quantize is {form!r}; give one of {', '.join(FORMATS)}")
+        raise UserError(f"--quantize is {form!r}; give one of {', '.join((*FORMATS, *CODED))}")
     wanted = min(4096, spec.max_positions) if length is None else length
     if not 1 <= wanted <= spec.max_positions:
         raise UserError(f"--context is {wanted}, but the model has {spec.max_positions} positions; give 1 to that many")

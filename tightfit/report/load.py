@@ -1,6 +1,6 @@
 """What a served model did under load, beside what was predicted: a table, or one object."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,12 @@ def print_load(
     prompt_tokens: int,
     answer_tokens: int,
     as_json: bool,
-    peers: "Sequence[PeerRow]" = (),
+    peers: "Mapping[str, Sequence[PeerRow]] | None" = None,
 ) -> None:
-    """A row for each number of requests at a time; `peers` are what transformers took for the same."""
+    """A row for each number of requests at a time; `peers` are what others took for the same, by name."""
     if as_json:
         told = {"model": model, "rows": [asdict(row) for row in rows]}
-        return print_json(told | ({"transformers": [asdict(row) for row in peers]} if peers else {}))
+        return print_json(told | {name: [asdict(row) for row in theirs] for name, theirs in (peers or {}).items()})
     read, products = rates.bytes_per_second / 1e9, rates.product_flops / 1e12
     print(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
     print(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
@@ -33,10 +33,10 @@ def print_load(
     print(f"{'at once':>7}{'first token, ms':>26}{'between tokens, ms':>26}{'tokens/s':>18}{'at most':>10}")
     for row in rows:
         print(_line(row))
-    if peers:
-        print("transformers, greedy, one batch of the same weights and lengths")
-    for peer, row in zip(peers, rows, strict=False):
-        print(_peer_line(peer, row))
+    for name, theirs in (peers or {}).items():
+        print(f"{name}, greedy, the same weights and lengths, all at once")
+        for peer, row in zip(theirs, rows, strict=False):
+            print(_peer_line(peer, row))
 
 
 def _line(row: "LoadRow") -> str:

@@ -38,13 +38,15 @@ class Budget:
     free_bytes: int
     half_bytes: int = 0
     """Of the weights' bytes, those of a copy in 16 bits."""
+    draft_bytes: int = 0
+    """Weights of a draft model besides."""
     embedding_bytes: int = 0
     """Of the weights' bytes, those of which a step reads its tokens' rows only."""
 
     @property
     def standing_bytes(self) -> int:
-        """What is held between steps: weights and cache."""
-        return self.weight_bytes + self.cache_bytes
+        """What is held between steps: weights, also those of a draft, and cache."""
+        return self.weight_bytes + self.draft_bytes + self.cache_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -95,17 +97,22 @@ def decide_budget(
             f"{max(room, 0) / 2**20:,.0f} MiB are left for the cache and a block takes {per_block / 2**20:,.2f} MiB; "
             f"free memory, or lower max_sequences ({config.max_sequences:,}) or step_tokens ({config.step_tokens:,})"
         )
-    held_bytes = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))  # packed weights are buffers
     return Budget(
         blocks=blocks,
         max_length=min(longest, blocks * config.block_size),
-        weight_bytes=adapter_bytes + held_bytes + copy_bytes,
+        weight_bytes=adapter_bytes + _weight_bytes(model) + copy_bytes,
         step_bytes=step_bytes,
         cache_bytes=blocks * per_block,
         free_bytes=free,
         half_bytes=copy_bytes,
+        draft_bytes=0 if draft is None or draft is model else _weight_bytes(draft),
         embedding_bytes=0 if model.spec.tied or model.embed is None else model.embed.weight.nbytes,
     )
+
+
+def _weight_bytes(model: Decoder) -> int:
+    """As they are held: packed weights are buffers."""
+    return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
 
 
 def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:

@@ -32,6 +32,7 @@ from tightfit.serve.forward.rope_tables import length_of_change
 from tightfit.serve.forward.runner import Runner
 from tightfit.serve.graphs.async_steps import AsyncSteps, Flight
 from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.held_bytes import held_bytes
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.requests.grammar import Constraints, Matcher
 from tightfit.serve.requests.request import MOST_ANSWERS, Answer, Finish, Output, Request, TokenChance
@@ -115,7 +116,7 @@ class Engine:
         """What weights, cache and buffers really take: of the GPU's allocator, or of the tensors on a CPU."""
         if self.runner.device.type == "cuda":
             return torch.cuda.memory_allocated(self.runner.device)
-        return self.budget.weight_bytes + self.runner.cache.bytes
+        return held_bytes(self.model, self.runner, self._proposer)
 
     def describe(self) -> str:
         """What was predicted and what was allocated, in a line each."""

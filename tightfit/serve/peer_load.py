@@ -26,6 +26,16 @@ class PeerRow:
     between_tokens_ms: float
     tokens_per_second: float
 
+    @classmethod
+    def of(cls, at_once: int, answer_tokens: int, first_s: float, whole_s: float) -> "PeerRow":
+        """From seconds until all have their first token, and until all are answered."""
+        return cls(
+            at_once=at_once,
+            first_token_ms=1e3 * first_s,
+            between_tokens_ms=1e3 * max(0.0, whole_s - first_s) / max(1, answer_tokens - 1),
+            tokens_per_second=at_once * answer_tokens / whole_s,
+        )
+
 
 class TransformersPeer:
     """The model of a decoder, once more."""
@@ -49,12 +59,7 @@ class TransformersPeer:
         self._seconds(at_once, prompt_tokens, min(2, answer_tokens))
         first = statistics.median(self._seconds(at_once, prompt_tokens, 1) for _ in range(ROUNDS))
         whole = statistics.median(self._seconds(at_once, prompt_tokens, answer_tokens) for _ in range(ROUNDS))
-        return PeerRow(
-            at_once=at_once,
-            first_token_ms=1e3 * first,
-            between_tokens_ms=1e3 * max(0.0, whole - first) / max(1, answer_tokens - 1),
-            tokens_per_second=at_once * answer_tokens / whole,
-        )
+        return PeerRow.of(at_once, answer_tokens, first, whole)
 
     @torch.inference_mode()
     def _seconds(self, at_once: int, prompt_tokens: int, answer_tokens: int) -> float:

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, islice, product
 from typing import Any
 
@@ -225,7 +225,7 @@ class SearchSpace:
             if schedule == "2bw" and rows // micro < degrees["pipeline"]:
                 continue
             order: dict[str, Any] = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
-            yield Layout.model_construct(**degrees, **order, **fixed)  # the rulebook is asked below
+            yield _layout(**degrees, **order, **fixed)
 
     def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
         """Schedules of a pipeline, with the stages that each rank has."""
@@ -349,6 +349,13 @@ class SearchSpace:
 
     def _has_layout(self) -> bool:
         return bool(self.levers()) and next(self.layouts(), None) is not None
+
+
+@lru_cache(maxsize=2**16)
+def _layout(**fields: Any) -> Layout:
+    """Unchecked, as the rulebook is asked later. What would have to change is looked for in a hundred spaces of much
+    the same layouts."""
+    return Layout.model_construct(**fields)
 
 
 def _splits_rows(context: int, length: int) -> bool:

@@ -1,0 +1,60 @@
+"""What an engine predicted that it would hold, beside the tensors that are there."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.serve.conftest import SHAPE
+from tightfit.models.decoder import Decoder
+from tightfit.models.initialisation import init_weights
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.engine import Engine
+from tightfit.serve.held_bytes import held_bytes
+
+CONFIG = EngineConfig(max_sequences=4, step_tokens=64, max_length=64, cache_bytes=2**24)
+ALLOWED = 0.02
+"""What buffers (tables of angles, counters) may take beside weights and cache."""
+
+
+def test_every_storage_counts_once() -> None:
+    base = torch.zeros(100)
+    module = nn.Linear(3, 5, bias=False)
+    module.register_buffer("codes", torch.zeros(7, dtype=torch.uint8))
+    parts: Any = {"a": [base, base[10:20], base.view(10, 10)], "b": (module, module), "c": "text"}
+    parts["itself"] = parts
+    assert held_bytes(parts) == 400 + 60 + 7
+    assert held_bytes(base[:1]) == 400
+    assert held_bytes(None, 3, "x") == 0
+
+
+@pytest.fixture(scope="module")
+def wide() -> Decoder:
+    """Wide enough that what is predicted outweighs small tables."""
+    torch.manual_seed(0)
+    made = Decoder(replace(SHAPE, hidden_size=256, heads=8, head_dim=32, mlp_size=640, layers=4, vocab_size=2000))
+    init_weights(made)
+    return made.eval()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"half_weights": False},
+        {"cache_format": "int8"},
+        {"speculation": "draft"},
+        {"speculation": "skip", "skipped_layers": 2},
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_cache_take_what_was_predicted(wide: Decoder, changes: dict[str, Any], dtype: torch.dtype) -> None:
+    model = Decoder(wide.spec).to(dtype).eval()
+    model.load_state_dict(wide.state_dict())
+    draft = wide if changes.get("speculation") == "draft" else None
+    engine = Engine(model, None, replace(CONFIG, **changes), draft=draft)
+    predicted = engine.budget.standing_bytes
+    assert abs(engine.allocated_bytes / predicted - 1) <= ALLOWED, (engine.allocated_bytes, predicted)
+    assert f"allocated {engine.allocated_bytes / 2**20:,.0f} MiB" in engine.describe()

@@ -1,0 +1,81 @@
+"""The same load on llama.cpp, from the same GGUF file, as xllamacpp brings it: a server inside this process.
+
+Keys and values are kept in float32, as ours on a CPU, and its flash attention, which reads them in 16 bits, is off.
+Greedy, with as many threads as torch has, and as many slots as there are requests at a time.
+"""
+
+import json
+import random
+import statistics
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tightfit.errors import UserError
+from tightfit.serve.peer_load import ROUNDS, PeerRow
+
+
+class LlamaCpp:
+    """llama.cpp with the weights of a GGUF file."""
+
+    def __init__(self, path: Path, *, slots: int = 1, positions: int = 256) -> None:
+        try:
+            import xllamacpp
+        except ModuleNotFoundError:
+            raise UserError("--peers beside a GGUF file measures llama.cpp: pip install xllamacpp") from None
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.port = slots * positions, slots, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.warmup, params.verbosity, params.fit_params = False, 0, False
+        self.server: Any = xllamacpp.Server(params)
+
+    def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        """`count` tokens after `prompt`, the likeliest each."""
+        asked = {"prompt": list(prompt), "n_predict": count, "temperature": 0, "cache_prompt": False}
+        body = json.dumps(asked | {"return_tokens": True, "ignore_eos": True}).encode()
+        url = self.server.listening_address + "/completion"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            made: list[int] = json.loads(answer.read())["tokens"]
+        return made
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.server = None
+
+
+class LlamaCppPeer:
+    """A file's model under the load of `tightfit bench serve`."""
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self.path, self.vocab_size = path, vocab_size
+
+    def measured(self, at_once: int, *, prompt_tokens: int, answer_tokens: int) -> PeerRow:
+        """Random prompts at the same time, after some that are not timed."""
+        peer = LlamaCpp(self.path, slots=at_once, positions=prompt_tokens + answer_tokens + 1)
+        try:
+            self._seconds(peer, at_once, prompt_tokens, min(2, answer_tokens))
+            first = statistics.median(self._seconds(peer, at_once, prompt_tokens, 1) for _ in range(ROUNDS))
+            whole = statistics.median(self._seconds(peer, at_once, prompt_tokens, answer_tokens) for _ in range(ROUNDS))
+        finally:
+            peer.close()
+        return PeerRow.of(at_once, answer_tokens, first, whole)
+
+    def _seconds(self, peer: LlamaCpp, at_once: int, prompt_tokens: int, answer_tokens: int) -> float:
+        chance = random.Random(at_once)
+        prompts = [[chance.randrange(1, self.vocab_size) for _ in range(prompt_tokens)] for _ in range(at_once)]
+        with ThreadPoolExecutor(at_once) as pool:
+            began = time.perf_counter()
+            made = list(pool.map(peer.tokens, prompts, [answer_tokens] * at_once))
+            seconds = time.perf_counter() - began
+        assert all(len(answer) == answer_tokens for answer in made)
+        return seconds
