@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.rows import RESULTS, append_row
 from benchmarks.serve_speed import Bench
-from tightfit.serve.budget import GRAPH_BYTES, Budget
+from tightfit.serve.budget import Budget, graph_bytes
 from tightfit.serve.engine import Engine
 from tightfit.serve.graphs.compiler import start_compiler
 from tightfit.serve.requests.request import Request
@@ -126,7 +126,7 @@ def beside(budget: Budget, held: dict[str, int], device: torch.device) -> dict[s
     predicted = {
         "weights": budget.weight_bytes,
         "cache": budget.cache_bytes,
-        "graphs": GRAPH_BYTES if device.type == "cuda" else 0,
+        "graphs": graph_bytes(budget.free_bytes) if device.type == "cuda" else 0,
         "step": budget.step_bytes,
     }
     predicted["total"] = sum(predicted.values())

@@ -22,8 +22,9 @@ from tightfit.serve.forward.row_tiles import SIZES
 from tightfit.serve.weights.joint import half_bytes
 
 HOST_SHARE = 0.25
-GRAPH_BYTES = 512 * 2**20
-"""Kept for captured graphs, their buffers and the matrix library's workspace on a GPU."""
+LEAST_GRAPH_BYTES = 512 * 2**20
+GRAPH_SHARE = 1 / 64
+"""Of free memory on a GPU, kept for captured graphs, their buffers and libraries: 1.3 to 3.5 GiB of an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +142,14 @@ def free_bytes(device: torch.device) -> int:
     return found[0] if found else 2**31
 
 
+def graph_bytes(free: int) -> int:
+    """What is kept for graphs, their buffers and libraries on a GPU with `free` bytes."""
+    return max(LEAST_GRAPH_BYTES, int(GRAPH_SHARE * free))
+
+
 def _room(config: EngineConfig, device: torch.device, free: int, step_bytes: int) -> int:
     if config.cache_bytes is not None:
         return config.cache_bytes
     if device.type == "cuda":
-        return int(free * config.memory_share) - step_bytes - GRAPH_BYTES
+        return int(free * config.memory_share) - step_bytes - graph_bytes(free)
     return int(free * config.memory_share * HOST_SHARE) - step_bytes
