@@ -243,5 +243,5 @@ def test_keys_and_values_in_a_byte_each(small: Decoder, form: CacheFormat) -> No
 def test_a_gpus_memory_is_taken_as_the_budget_said() -> None:
     """All of it within two parts in a hundred; weights and cache are exact but for what an allocator rounds up."""
     row: Any = serve_memory.measure("1b", argparse.Namespace(device="cuda"))
-    for line, error in (("weights", 0.002), ("cache", 0.002), ("total", 0.02)):
+    for line, error in (("weights", 0.005), ("cache", 0.002), ("total", 0.02)):
         assert row[f"{line}_mib"] == pytest.approx(row[f"predicted_{line}_mib"], rel=error), row
