@@ -107,7 +107,7 @@ def scales_of_group(  # type: ignore[no-untyped-def]
     return scale_code * scale_step + scale_start, zero_code * zero_step + zero_start
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def spqr_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     turned_ptr,
@@ -195,7 +195,7 @@ def spqr_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + m[None, :] * N + n[:, None], y.to(y_ptr.dtype.element_ty), mask=in_m[None, :] & in_n[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def turn_kernel(x_ptr, turned_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
     """x [M, K] as [K, BLOCK_M], zeros beyond M: what an outlier takes of all rows is then side by side."""
     m, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
