@@ -47,6 +47,7 @@ from benchmarks.reports.serving import (
     speed_commits,
     speed_rows,
 )
+from benchmarks.reports.sparse import sparse_rows
 from benchmarks.reports.step_profile import profile_rows
 from benchmarks.reports.truth import measured_on, step_error_rows, summary_rows, truth_rows
 from tightfit.jobs.fields import field_rows
@@ -279,6 +280,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "default-run": default_run,
     "default-run-summary": default_run_summary,
     "step-profile": lambda: markdown_table(*profile_rows(RESULTS / "step_profile.csv")),
+    "sparse-products": lambda: markdown_table(*sparse_rows(RESULTS / "sparse_graphs.csv")),
     "packed-products": lambda: f"{markdown_table(*product_rows(RESULTS))}\n\n{products_measured(RESULTS)}",
     "accelerators": lambda: markdown_table(*accelerator_rows()),
     "links": lambda: markdown_table(*link_rows()),

@@ -20,6 +20,7 @@ from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.errors import UserError
 from tightfit.kernels.quantized_linear import can_be_fused
+from tightfit.kernels.spqr_layout import can_be_arranged
 from tightfit.memory.tracing import Tracer
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.formats.registry import FORMATS
@@ -145,7 +146,10 @@ def test_which_codes_kernels_read() -> None:
     for bits, group, inputs in product(range(2, 9), (0, 16, 32, 64, 96, 128, 256), (64, 128, 448, 512, 4096)):
         scheme = Scheme(bits=bits, group=group)
         assert scheme.is_read_packed(inputs) == can_be_fused(inputs, bits, group), (bits, group, inputs)
-    assert not Scheme(bits=4, group=128, outliers=True, symmetric=False).is_read_packed(4096)
+    for bits, outputs, inputs in product(range(2, 9), (32, 48, 4096), (128, 256, 4096, 2**16, 2**16 + 256)):
+        outlying = Scheme(bits=bits, group=16, outliers=True, symmetric=False)
+        assert outlying.is_read_with_outliers(outputs, inputs) == can_be_arranged(outputs, inputs, bits)
+        assert not outlying.is_read_packed(inputs)
     assert len(KINDS) == len(SMALL) + 2
     joint = Scheme(bits=4, group=64).expanded_bytes(2 * SPEC.mlp_size, SPEC.hidden_size)
     assert expanded_bytes(SPEC, Scheme(bits=4, group=64)) == joint  # gate over up

@@ -1,9 +1,9 @@
 """2:4 weights as torch's semi-structured tensors, which GPUs from Ampere on multiply as they are.
 
-Half the values and 2 bits each for their places are stored: 9/16 of the bytes in 16 bits, which is what is gained. The
-hardware's rate is up to twice that of dense products, but what was measured of torch's products with cuSPARSELt on an
-H200 took 1.08 to 16 times as long (benchmarks/results/sparse_linear.csv). Only inference: there is no gradient. CUDA
-only, half precision.
+Half the values and 2 bits each for their places are stored: 9/16 of the bytes in 16 bits. The hardware's rate is up to
+twice that of dense products; torch's products with cuSPARSELt in a CUDA graph on an H200 were 1.15 to 1.5 times as fast
+from 512 tokens on and slower for 64 (benchmarks/results/sparse_graphs.csv); called one by one, the host takes 0.6 to 0.9 ms.
+Only inference: there is no gradient. CUDA only, half precision.
 """
 
 import torch

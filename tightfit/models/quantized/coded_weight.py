@@ -28,11 +28,15 @@ class Outliers:
     columns: Tensor
     values: Tensor
 
+    def rows(self) -> Tensor:
+        """The row of each; without asking the device how many there are, so that graphs can be captured."""
+        counts = self.starts.long().diff()
+        every = torch.arange(len(counts), device=counts.device)
+        return every.repeat_interleave(counts, output_size=len(self.columns))
+
     def add_to(self, weight: Tensor) -> None:
         """Put them into the dense matrix, in place of what the codes say there."""
-        counts = self.starts.long().diff()
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=weight.device), counts)
-        weight[rows, self.columns.long()] = self.values.to(weight.dtype)
+        weight[self.rows(), self.columns.long()] = self.values.to(weight.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
-`kernels/quantized_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read packed codes; on a CPU
-`kernels/int4_linear.py` does for few tokens, in layers held for that (`hold_for_cpu`). Schemes with rounded activations
-round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where they are static, one for all
-that calibration has found; what lies beyond it saturates. LLM.int8 (Dettmers et al. 2022) leaves input channels that
-reach ±6 anywhere in the batch unrounded.
+`kernels/quantized_linear.py`, `kernels/spqr_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read
+packed codes; on a CPU `kernels/int4_linear.py` does for few tokens, in layers held for that (`hold_for_cpu`). Schemes
+with rounded activations round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where they
+are static, one for all that calibration has found; what lies beyond it saturates. LLM.int8 (Dettmers et al. 2022)
+leaves input channels that reach ±6 anywhere in the batch unrounded.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,13 @@ from tightfit.kernels.int4_linear import MOST_ROWS, int4_linear, int4_scales, pa
 from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packing import pack_tiles, unpack_tiles
 from tightfit.kernels.quantized_linear import expanded, quantized_linear
+from tightfit.kernels.spqr_layout import SpqrTensors
+from tightfit.kernels.spqr_linear import expanded_spqr, spqr_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.codebooks import E4M3_LARGEST
 from tightfit.models.quantized.coded_scales import read_scales
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
+from tightfit.models.quantized.held_spqr import arranged, coded_of
 
 OUTLIER = 6.0
 """LLM.int8: input channels with a value of this size are not rounded."""
@@ -40,6 +43,10 @@ class QuantizedLinear(nn.Module):
     outlier_starts: Tensor | None
     outlier_columns: Tensor | None
     outlier_values: Tensor | None
+    outlier_changes: Tensor | None
+    """Of outliers that are multiplied apart; their codes and scales are then in the order of spqr_layout.py."""
+    spqr_statistics: Tensor | None
+    spqr_ranges: Tensor | None
     cpu_scales: Tensor | None
     """Where a CPU multiplies by the codes as they are packed: the scales that it takes, rounded."""
 
@@ -50,17 +57,23 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", pack_int4(weight.codes) if for_cpu else self._pack(weight.codes))
-        self.coded_names = tuple(weight.coded_scales)
-        for name, tensor in weight.coded_scales.items():
-            self.register_buffer(_buffer(name), tensor)
-        self.register_buffer("scale", None if self.coded_names else _half_where_exact(weight.scale))
-        self.register_buffer("zero", None if self.coded_names else _narrow(weight.zero))
+        spqr = arranged(weight)
+        packed = spqr.words if spqr is not None else pack_int4(weight.codes) if for_cpu else self._pack(weight.codes)
+        self.register_buffer("packed", packed)
+        self.coded_names = tuple(weight.coded_scales) if spqr is None else ()
+        for name in self.coded_names:
+            self.register_buffer(_buffer(name), weight.coded_scales[name])
+        is_coded = bool(weight.coded_scales)
+        self.register_buffer("scale", None if is_coded else _half_where_exact(weight.scale))
+        self.register_buffer("zero", None if is_coded else _narrow(weight.zero))
         self.register_buffer("group_of", weight.group_of)
         self.register_buffer("input_scale", weight.input_scale)
-        lost = weight.outliers
+        for name in ("statistics", "ranges"):
+            self.register_buffer(f"spqr_{name}", None if spqr is None else getattr(spqr, name))
+        lost = weight.outliers if spqr is None else spqr
         for name in ("starts", "columns", "values"):
             self.register_buffer(f"outlier_{name}", None if lost is None else getattr(lost, name))
+        self.register_buffer("outlier_changes", None if spqr is None else spqr.changes)
         cpu_scales = int4_scales(weight.scale, weight.zero) if for_cpu else None
         self.register_buffer("cpu_scales", cpu_scales, persistent=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
@@ -84,6 +97,8 @@ class QuantizedLinear(nn.Module):
 
     def coded(self) -> CodedWeight:
         """The weight with its codes unpacked."""
+        if (spqr := self._spqr()) is not None:
+            return coded_of(self.scheme, spqr)
         coded = {name: self.get_buffer(_buffer(name)) for name in self.coded_names}
         scale, zero = self._scales(coded)
         return CodedWeight(
@@ -129,12 +144,21 @@ class QuantizedLinear(nn.Module):
         starts, columns, values = self.outlier_starts, self.outlier_columns, self.outlier_values
         return None if starts is None or columns is None or values is None else Outliers(starts, columns, values)
 
+    def _spqr(self) -> SpqrTensors | None:
+        """What kernels/spqr_linear.py takes."""
+        if self.outlier_changes is None:
+            return None
+        outliers = (self.outlier_starts, self.outlier_columns, self.outlier_values, self.outlier_changes)
+        return SpqrTensors(self.packed, self.spqr_statistics, self.spqr_ranges, *outliers)  # type: ignore[arg-type]
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The whole matrix."""
         return self.coded().dequantize(dtype)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         """The same, by the kernel that reads packed codes where there is one."""
+        if (spqr := self._spqr()) is not None:
+            return expanded_spqr(spqr, dtype, impl=self.impl)
         if not self.is_packed or self.scale is None:
             return self.dequantize(dtype)
         scheme, group = self.scheme, max(self.scheme.group, 0)
@@ -159,6 +183,8 @@ class QuantizedLinear(nn.Module):
             return int4_linear(x, self.packed, self.cpu_scales, scheme.group)
         if self.is_packed and scale is not None:
             return quantized_linear(x, self.packed, scale, self.zero, scheme.bits, max(scheme.group, 0), impl=self.impl)
+        if (spqr := self._spqr()) is not None:
+            return spqr_linear(x, spqr, impl=self.impl)
         return F.linear(x, self.dequantize(x.dtype))
 
     def _fp8_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,8 @@ TABLED = ("binary", "nf4", "mxfp4", "nvfp4")
 WORD = 32
 TILE_WORDS = 16
 """Words of a tile of the kernels (kernels/packing.py)."""
+OUTLIER_ROWS, OUTLIER_TILE, MOST_OUTLIER_INPUTS = 32, 256, 2**16
+"""What the kernels of weights with outliers take whole (kernels/spqr_layout.py)."""
 INPUT_SCALE_BYTES = 4
 """Of static activations."""
 NESTED_BLOCK = 256
@@ -120,7 +122,8 @@ class Scheme:
         """
         if self.activations == "int8":
             return 0
-        return outputs * inputs * (2 if self.is_read_packed(inputs) else 10 if self.kind in TABLED else 7)
+        is_read = self.is_read_packed(inputs) or self.is_read_with_outliers(outputs, inputs)
+        return outputs * inputs * (2 if is_read else 10 if self.kind in TABLED else 7)
 
     def is_read_packed(self, inputs: int) -> bool:
         """Whether kernels/quantized_linear.py reads rows of so many codes as they are."""
@@ -128,6 +131,11 @@ class Scheme:
             return False
         tile, group = TILE_WORDS * WORD // self.bits, max(self.group, 0)
         return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
+
+    def is_read_with_outliers(self, outputs: int, inputs: int) -> bool:
+        """Whether kernels/spqr_linear.py reads such a matrix as it is."""
+        whole = outputs % OUTLIER_ROWS == 0 and inputs % OUTLIER_TILE == 0 and inputs <= MOST_OUTLIER_INPUTS
+        return self.kind == "int" and self.outliers and self.bits in (2, 3, 4) and whole
 
     def _zero_bytes(self, outputs: int, groups: int) -> int:
         """Zero points in files, packed as codes are; one for the tensor takes a byte."""

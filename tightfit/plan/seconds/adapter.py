@@ -53,8 +53,8 @@ def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, r
     scheme, (outputs, inputs) = adapted.base.scheme, shape
     if scheme is None:
         return 0.0
-    passes = 1 if scheme.is_read_packed(inputs) else COPIES * 2
-    slower = EXPANDING if scheme.is_read_packed(inputs) else 1
+    is_read = scheme.is_read_packed(inputs) or scheme.is_read_with_outliers(outputs, inputs)
+    passes, slower = (1, EXPANDING) if is_read else (COPIES * 2, 1)
     return slower * outputs * inputs * (scheme.bits / 8 + passes * element_bytes) / rates.bytes_s
 
 
