@@ -123,11 +123,18 @@ def speed_commits(results: Path) -> str:
     engines = ", ".join(dict.fromkeys(row["engine"] for row in peer_speeds(results).values()))
     together = beside(results)
     run = (
-        f"by turns with ours at `{together}` in one run on one machine"
+        f"by turns with ours at `{together}` in one run on one machine{_apart(results)}"
         if together
         else "the same workloads on such a card another day, not in one run with us"
     )
     return f"Ours on {', '.join(devices)} at {', '.join(commits)}. {engines} ran {run} (`serve_peers.csv`)."
+
+
+def _apart(results: Path) -> str:
+    """Which weights of the peer's were not measured in that run."""
+    rows = peer_speeds(results).items()
+    apart = {weights for (_, weights, _), row in rows if weights != DTYPE and not BESIDE.search(row["note"])}
+    return f", its {', '.join(sorted(apart))} weights another day" if apart else ""
 
 
 def _cell(row: Row | None) -> str:

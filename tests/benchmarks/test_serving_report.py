@@ -77,7 +77,10 @@ def test_rows_of_one_run_stand_beside_each_other(results: Path) -> None:
     found = {row[0]: row[1:] for row in speed_rows(results)[1]}
     assert found["one stream, tokens/s"] == ["100", "98", *["–"] * 4]
     assert found["first start on a machine, s"] == ["–", "–", "11.4", "40", "6.6", "6"]
-    told = "vLLM 2, vLLM 1 ran by turns with ours at `a` in one run on one machine (`serve_peers.csv`)."
+    told = (
+        "vLLM 2, vLLM 1 ran by turns with ours at `a` in one run on one machine, its fp8 weights another day "
+        "(`serve_peers.csv`)."
+    )
     assert speed_commits(results) == f"Ours on H200 at `a`, `d`. {told}"
     with (results / "serve_peers.csv").open("a") as file:
         file.write("vLLM 2,8b,bfloat16,batch,1,tok/s,beside ours at b\n")

@@ -2,7 +2,7 @@
 
 Half the values and 2 bits each for their places are stored: 9/16 of the bytes in 16 bits. The hardware's rate is up to
 twice that of dense products; torch's products with cuSPARSELt in a CUDA graph on an H200 were 1.15 to 1.5 times as fast
-from 512 tokens on and slower for 64 (benchmarks/results/sparse_graphs.csv); called one by one, the host takes 0.6 to 0.9 ms.
+from 512 tokens on and slower for 64 (benchmarks/results/sparse_graphs.csv); called one by one they wait for the host.
 Only inference: there is no gradient. CUDA only, half precision.
 """
 
