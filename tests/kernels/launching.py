@@ -44,7 +44,9 @@ import tightfit.kernels.rotate_store
 import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
 import tightfit.kernels.split_sum
+import tightfit.kernels.spqr_linear
 from tests.kernels.compiling import compile_flash_attention
+from tests.kernels.test_spqr_linear import weights as spqr_weights
 from tightfit.kernels.triton_support import triton
 from tightfit.models.spec import Activation
 
@@ -56,6 +58,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.int8: "*i8",
+    torch.uint16: "*u16",
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
@@ -207,6 +210,16 @@ def launch_packed_products(card: Card) -> None:
     around: Parts = {"zero": scale, "norm": one[0], "bias": bias, "activation": "silu"}
     for parts in card.some({"zero": None, "residual": one}, around):
         tightfit.kernels.packed_vector.packed_vector(one, packed, scale, bits=4, group=128, **parts, overlap=overlap)
+    launch_outliers(card)
+
+
+def launch_outliers(card: Card) -> None:
+    """Products with SpQR's weights of one token and of several, and the weight expanded for many."""
+    spqr, (weight, _) = tightfit.kernels.spqr_linear, spqr_weights(512, 64, 3)
+    for rows, block_n in ((1, 16), (16, 32)):
+        cut = spqr.RowTiles(block_n=block_n, parts=2, stages=1)
+        spqr.launch_spqr_rows(torch.ones(rows, 512, dtype=card.narrow), weight, cut)
+    spqr._run_expand(*weight[:-1], card.narrow)
 
 
 def launch_decoding(card: Card) -> None:

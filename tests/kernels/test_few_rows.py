@@ -55,6 +55,9 @@ def test_cuda_libraries_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.kernels.few_rows.use_triton", lambda impl, x: True)
     monkeypatch.setattr("tightfit.kernels.few_rows.can_overlap", lambda device: True)
     assert takes_few_rows(x, weight)
+    with monkeypatch.context() as smaller:
+        smaller.setattr("tightfit.kernels.few_rows.has_room", lambda device: False)
+        assert not takes_few_rows(x, weight)
     assert not takes_few_rows(x, weight[1:])
     assert not takes_few_rows(x[:1], weight)
     assert not takes_few_rows(torch.cat((x, x)), weight)

@@ -17,6 +17,7 @@ outside the matrices is zero there, so sizes need not be multiples of anything b
 rows would need their inputs divided among programs, whose sums cost more to join than cuBLAS loses (docs/LOG.md).
 """
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -71,8 +72,19 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
     """Whether these are multiplied here: few tokens, a tall weight of 16 bits, Hopper or later; cuBLAS has the rest."""
     if not (use_triton("auto", x) and FEWEST_ROWS <= len(x) <= MOST_ROWS and can_overlap(weight.device)):
         return False
+    if not has_room(weight.device):
+        return False
     is_16_bits = x.dtype == weight.dtype and x.element_size() == 2 and torch.version.hip is None
     return is_16_bits and len(weight) >= LEAST_OUTPUTS and _is_aligned(x) and _is_aligned(weight)
+
+
+@lru_cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program's shared memory holds what is staged: half as much on GeForce and workstation cards."""
+    if device.type != "cuda":
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin > STAGED_BYTES
 
 
 def _is_aligned(x: Tensor) -> bool:
