@@ -19,6 +19,7 @@ from benchmarks.reports.serving import (
     prediction_error,
     speed_commits,
     speed_rows,
+    times_as_fast,
 )
 from benchmarks.rows import RESULTS
 
@@ -141,3 +142,12 @@ def test_predictions_for_cpus_are_near_what_was_measured() -> None:
     }
     assert errors
     assert {case: error for case, error in errors.items() if abs(error) > 0.25} == {}
+
+
+def test_the_readme_says_how_far_ahead_an_8b_model_is() -> None:
+    ratios = times_as_fast(RESULTS)
+    shared = [ratios["8b", DTYPE, case] for case in ("batch", "mixed", "prefill")]
+    assert all(1 < ratio < 1.2 for ratio in shared), "less than a fifth ahead in 16 bits"
+    assert all(ratios["8b", "fp8", case] < 1 for case in ("batch", "mixed")), "and behind with fp8 weights"
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "less than a fifth ahead of vLLM in 16 bits and behind it with fp8 weights" in page
