@@ -45,7 +45,7 @@ RECORDS = {
     ),
     "8b-256k": Case(model=EIGHT, length=262_144, steps=1, warm_up=0, ways=(Way(levers=f"{LONG} tiles=8", **PURE),)),
     "8b-512k-few-layers": Case(
-        model=EIGHT, length=524_288, steps=1, warm_up=0, layers=2, ways=(Way(levers=f"{LONG} tiles=16", **PURE),)
+        model=EIGHT, length=524_288, steps=1, warm_up=1, layers=2, ways=(Way(levers=f"{LONG} tiles=16", **PURE),)
     ),
     "8b-32k": Case(
         model=EIGHT,
