@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.kernels.mapped_copy import sent
+
 _constants: list[Tensor] | None = None
 """Of the graph that is being captured, whichever thread launches its kernels."""
 
@@ -46,9 +48,9 @@ def capturing(graph: "torch.cuda.CUDAGraph", **options: Any) -> Iterator[None]:
 
 
 def graph_constant(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the host on `device`, copied beside what that has to do; kept with the graph that is captured."""
+    """`values` of the host on `device`; those of a graph are copied beside its capture and kept with it."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return values.to(device, non_blocking=True)
+        return sent(values, device)
     assert _constants is not None, "a capture that nobody keeps constants for"
     with ThreadPoolExecutor(max_workers=1) as beside:
         _constants.append(beside.submit(values.to, device).result())

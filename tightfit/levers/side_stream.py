@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.kernels.mapped_copy import fetched
+
 StreamEvent = torch.cuda.Event | None
 """A recorded point of a stream; None on CPUs."""
 
@@ -59,16 +61,20 @@ def record_current_stream(device: torch.device) -> StreamEvent:
 class HostCopy:
     """Values on their way to the host: reading them waits for the copy, not for what was launched after it."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, *, beside_link: bool = False) -> None:
+        """`beside_link`: states may be queued for the copy engine, so a kernel copies (kernels/mapped_copy.py)."""
         self._values, self._copied = values, None
         if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
+            self._values = fetched(values) if beside_link else _fetched_by_engine(values)
             self._copied = record_current_stream(values.device)
 
-    def read(self) -> list[Any]:
+    def read(self) -> Any:
         """The values, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
-        read: list[Any] = self._values.tolist()
-        return read
+        return self._values.tolist()
+
+
+def _fetched_by_engine(values: Tensor) -> Tensor:
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values, non_blocking=True)

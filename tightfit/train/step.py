@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tightfit.kernels.clip_estimate import clip_factor
 from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.mapped_copy import sent
 from tightfit.levers.side_stream import HostCopy
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder, DecoderOutput
@@ -94,7 +95,7 @@ def accumulate(
             output = model(**inputs(batch, device), divisor=total)
             mean += output.loss.detach()
             if check_first:
-                require_finite(ranks.sum_over_batch(mean).item())
+                require_finite(HostCopy(ranks.sum_over_batch(mean), beside_link=True).read())
             on_phase("backward")
             (objective(output, count / total) * scale).backward()
     sum_partial_gradients(decoder_of(model))
@@ -130,13 +131,7 @@ def inputs(batch: Batch, device: torch.device) -> dict[str, Tensor | None]:
     if documents is not None and bool((documents == documents[:, :1]).all()):
         documents = None
     tensors = {"tokens": batch["tokens"], "labels": batch["labels"], "documents": documents}
-    return {name: None if t is None else _sent(t, device) for name, t in tensors.items()}
-
-
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """On `device`, without waiting for what it has to do before: that takes memory that the host has pinned."""
-    is_far = device.type == "cuda" and not values.is_cuda
-    return (values.pin_memory() if is_far else values).to(device, non_blocking=True)
+    return {name: None if t is None else sent(t, device) for name, t in tensors.items()}
 
 
 def train_step(
@@ -166,7 +161,7 @@ def train_step(
     norm = norm / scale.value
     factor = gradient_factor(norm, optimizer.settings.clip_norm, scale.value)
     known = [mean, norm] if isinstance(tokens, int) else [mean, norm, tokens]
-    told = HostCopy(torch.stack([x.double() for x in known]))
+    told = HostCopy(torch.stack([x.double() for x in known]), beside_link=True)
     launched = optimizer.skips_nan
     if launched:  # the GPU goes on with the update while the host waits for the loss
         optimizer.step(lr, _nan_unless_finite(factor, mean, norm))
@@ -221,7 +216,8 @@ def _step_in_backward(
         updates.begin(lr)
         mean, tokens = accumulate(model, batches, device, on_phase=on_phase, ranks=ranks, check_first=True)
         on_phase("optimizer")
-        loss, norm = torch.stack([ranks.sum_over_batch(mean), updates.finish()]).tolist()
+        told = HostCopy(torch.stack([ranks.sum_over_batch(mean), updates.finish()]), beside_link=True)
+        loss, norm = told.read()
     correct_choices(decoder_of(model), ranks)
     if not math.isfinite(norm):
         raise NotFiniteError(f"the gradient norm is {norm}", weights_changed=True)

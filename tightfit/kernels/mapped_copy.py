@@ -1,0 +1,67 @@
+"""Small copies between host and GPU without a copy engine: a kernel reads or writes the host's pinned memory itself.
+
+A GPU has one copy engine for each direction. While optimizer states pass over the link, gigabytes are queued there, and
+a batch's tokens or a step's loss would stand in line behind them: the next forward pass began when the link was idle
+again, and nothing of it was hidden (1B, 16 384 tokens, optimizer on the host, H200: 0.66 s a step). A kernel waits for
+its stream only.
+"""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit.kernels.triton_support import HAS_TRITON, tl, triton
+
+BLOCK = 1024
+
+_being_read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+"""Pinned tensors that kernels may still read, and when they have."""
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` of the host on `device`, in the order of its current stream; the host waits for nothing."""
+    if device.type != "cuda" or values.is_cuda or isinstance(values, FakeTensor):
+        return values.to(device, non_blocking=True)
+    pinned = values.contiguous().pin_memory()
+    if not HAS_TRITON:
+        return pinned.to(device, non_blocking=True)
+    found = torch.empty(values.shape, dtype=values.dtype, device=device)
+    copy_by_kernel(pinned, found)
+    _keep_while_read(pinned, device)
+    return found
+
+
+def fetched(values: Tensor) -> Tensor:
+    """`values` of the GPU in pinned memory, where they are once its current stream has come so far."""
+    found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    if not HAS_TRITON:
+        return found.copy_(values, non_blocking=True)
+    copy_by_kernel(values.contiguous(), found)
+    return found
+
+
+def copy_by_kernel(source: Tensor, target: Tensor) -> None:
+    """All bytes of `source` to `target`, both contiguous and in memory that the GPU can read and write."""
+    if not source.numel():
+        return
+    words = torch.int32 if source.nbytes % 4 == 0 else torch.uint8
+    source, target = (each.view(-1).view(words) for each in (source, target))
+    grid = (triton.cdiv(source.numel(), BLOCK),)
+    mapped_copy_kernel[grid](source, target, source.numel(), BLOCK=BLOCK)
+
+
+def _keep_while_read(pinned: Tensor, device: torch.device) -> None:
+    """Torch gives pinned memory to others once nobody refers to it: it only knows of copies of its own."""
+    while _being_read and _being_read[0][0].query():
+        _being_read.popleft()
+    _being_read.append((torch.cuda.current_stream(device).record_event(), pinned))
+
+
+@triton.jit
+def mapped_copy_kernel(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of words."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
