@@ -74,5 +74,5 @@ class ShardStream(WeightStream):
         self.buffers[index % WEIGHT_SLOTS].gathered = record_current_stream(self.link.device)
         self._load_following(index)
 
-    def _wait_until_free(self, buffer: LayerBuffer) -> None:
-        self.loader.wait_for(buffer.gathered)
+    def _free(self, buffer: LayerBuffer) -> StreamEvent:
+        return buffer.gathered

@@ -4,8 +4,9 @@ Two layer buffers on the GPU take turns. The parameters of layer i are views of 
 buffer's content changes, so autograd, hooks and the optimizer see ordinary parameters. All layers must be recomputed in
 backward (no saved tensor may refer to weights that have left), which walks them in reverse; the last two are still
 there. Where the host has float32 masters, these are copied and cast on arrival: 4 bytes a weight on the link instead of
-2, and no second copy in host memory. The embedding, the head and vectors stay on the GPU. Shards of FSDP2 are streamed
-likewise, to be all-gathered: shard_streaming.py.
+2, and no second copy in host memory. A cast waits until a running block of the step's kernels ends, so a few pieces
+may have arrived before it. The embedding, the head and vectors stay on the GPU. Shards of FSDP2 are streamed likewise,
+to be all-gathered: shard_streaming.py.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.levers.policy.offload import WEIGHT_SLOTS
-from tightfit.levers.side_stream import SideStream, StreamEvent, current_stream_waits_for
+from tightfit.levers.policy.offload import MASTER_SLOTS, WEIGHT_SLOTS
+from tightfit.levers.side_stream import SideStream, StreamEvent, current_stream_waits_for, record_current_stream
 from tightfit.levers.state_link import ALIGNMENT, OffloadedMatrix, StateLink
 from tightfit.memory.host import claimed
 
@@ -47,18 +48,30 @@ class LayerBuffer:
     """When all ranks have gathered them, where they are shards."""
 
 
+@dataclass
+class ArrivedMasters:
+    """A piece of masters on the GPU, to be cast."""
+
+    memory: Tensor
+    free: StreamEvent = None
+    """When they have been."""
+
+
 class WeightStream:
     """Prefetches the weights of the next layer; in backward, of the layer below."""
 
     def __init__(self, streamed: Sequence[Sequence[StreamedParameter]], dtype: torch.dtype, link: StateLink) -> None:
         self.streamed, self.link, device = streamed, link, link.device
-        self.loader = SideStream(device, high_priority=True)  # it runs small kernels that cast masters
+        self.loader, self.caster = SideStream(device), SideStream(device, high_priority=True)
         layer_bytes = max(sum(_aligned(self._elements(each) * dtype.itemsize) for each in layer) for layer in streamed)
         self.buffers = [LayerBuffer(self._memory(layer_bytes, "weights", "of two layers")) for _ in range(WEIGHT_SLOTS)]
         sources = [each.matrix.tensors[WEIGHT][: each.matrix.rows_per_piece] for layer in streamed for each in layer]
-        casts = any(source.dtype != dtype for source in sources)
-        staging_bytes = max(source.nbytes for source in sources) if casts else 0
-        self.staging = self._memory(staging_bytes, "workspace", "masters on their way")
+        piece_bytes = max(source.nbytes for source in sources)
+        slots = MASTER_SLOTS if any(source.dtype != dtype for source in sources) else 0
+        self.arrived = [
+            ArrivedMasters(self._memory(piece_bytes, "workspace", "masters on their way")) for _ in range(slots)
+        ]
+        self.pieces_cast = 0
         for index in range(len(streamed)):
             self._bind_parameters(index, dtype)
 
@@ -87,9 +100,9 @@ class WeightStream:
     def _bind(self, each: StreamedParameter, part: Tensor) -> None:
         each.parameter.data = part.view(each.parameter.shape)
 
-    def _wait_until_free(self, buffer: LayerBuffer) -> None:
-        """The loader waits until nothing reads a buffer any more."""
-        self.loader.wait_for_current_stream()
+    def _free(self, buffer: LayerBuffer) -> StreamEvent:
+        """When nothing reads a buffer any more."""
+        return record_current_stream(self.link.device)
 
     def _run(self, index: int, forward: Any, *arguments: Any, **options: Any) -> Any:
         self._load(index)
@@ -114,25 +127,37 @@ class WeightStream:
         if (buffer.layer, buffer.update_counts) == (index, update_counts):
             return
         buffer.layer, buffer.update_counts = index, update_counts
-        self._wait_until_free(buffer)
+        writer = self.caster if self.arrived else self.loader
+        writer.wait_for(self._free(buffer))
         for each in self.streamed[index]:
             self.link.wait_for_host(each.matrix)
             self.loader.wait_for(each.matrix.states_ready)
-            with self.loader, torch.no_grad():
-                self._copy(each)
-        buffer.loaded = self.loader.record_event()
+            self._copy(each)
+        buffer.loaded = writer.record_event()
 
+    @torch.no_grad()
     def _copy(self, each: StreamedParameter) -> None:
         source, matrix, target = each.matrix.tensors[WEIGHT], each.matrix, each.target
         assert target is not None
         if source.dtype == target.dtype:
-            target.copy_(source, non_blocking=True)
+            with self.loader:
+                target.copy_(source, non_blocking=True)
             return
         for begin in range(0, matrix.rows, matrix.rows_per_piece):
-            piece = source[begin : begin + matrix.rows_per_piece]
-            staged = self.staging[: piece.nbytes].view(piece.dtype).view(piece.shape)
-            staged.copy_(piece, non_blocking=True)
-            target[begin : begin + matrix.rows_per_piece].copy_(staged)
+            rows = slice(begin, begin + matrix.rows_per_piece)
+            self._cast_piece(source[rows], target[rows])
+
+    def _cast_piece(self, piece: Tensor, target: Tensor) -> None:
+        arrived = self.arrived[self.pieces_cast % MASTER_SLOTS]
+        self.pieces_cast += 1
+        masters = arrived.memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
+        self.loader.wait_for(arrived.free)
+        with self.loader:
+            masters.copy_(piece, non_blocking=True)
+        self.caster.wait_for(self.loader.record_event())
+        with self.caster:
+            target.copy_(masters)
+        arrived.free = self.caster.record_event()
 
 
 def _in_backward() -> bool:

@@ -17,6 +17,8 @@ STATE_SLOTS = 6
 """Pieces in the ring: some on their way in, being updated, on their way out."""
 WEIGHT_SLOTS = 2
 """Layers whose streamed weights are on the GPU: the one at work and the next."""
+MASTER_SLOTS = 3
+"""Pieces of streamed masters on the GPU: arriving, and arrived but not cast yet."""
 IN_FLIGHT_BYTES = 512 * 2**20
 """Gradients that may wait for the link before the step does; of a whole model's deferred updates, as many are sent
 ahead of need."""

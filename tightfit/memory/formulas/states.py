@@ -18,6 +18,7 @@ from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import (
+    MASTER_SLOTS,
     PIECE_ELEMENTS,
     STATE_SLOTS,
     WEIGHT_SLOTS,
@@ -96,7 +97,7 @@ def _offloaded(
     slots_bytes = WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
     piece = min(PIECE_ELEMENTS, owned)
     ring_bytes = round(STATE_SLOTS * piece * passing_bytes(workload, levers)) if offloaded else 0
-    narrowing_bytes = FLOAT32_BYTES * PIECE_ELEMENTS if streamed and workload.has_masters else 0
+    narrowing_bytes = MASTER_SLOTS * FLOAT32_BYTES * PIECE_ELEMENTS if streamed and workload.has_masters else 0
     return states._replace(
         resident=Resident(
             weights=resident.weights - element_bytes * streamed + slots_bytes,
