@@ -34,6 +34,7 @@ import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
 import tightfit.kernels.int8_matmul
 import tightfit.kernels.join_parts
+import tightfit.kernels.packed_blocks
 import tightfit.kernels.packed_rows
 import tightfit.kernels.packed_vector
 import tightfit.kernels.paged_attention
@@ -193,6 +194,17 @@ def launch_coded_products(dtype: torch.dtype) -> None:
         integers.multiply_codes(q, torch.ones(64, 512, dtype=torch.int8), row_scale, scale[:, None], dtype, cut)
 
 
+def launch_packed_blocks(dtype: torch.dtype) -> None:
+    """The scales applied in each of the three places, alone and beside others that share the inputs."""
+    blocks, x = tightfit.kernels.packed_blocks, torch.ones(17, 256, dtype=dtype)
+    words, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(2, 256, dtype=torch.float16).t()
+    places: tuple[tuple[Literal["sums", "weights", "halves"], int], ...] = (("sums", 2), ("weights", 1), ("halves", 1))
+    zero = scale.to(torch.uint8)
+    for scaled, split in places:
+        cut = blocks.Blocks(block_m=32, block_n=128, split=split, stages=3, warps=8, scaled=scaled)
+        blocks.launch_blocks(x, words, scale, zero if split > 1 else None, 128, cut, overlap=split > 1)
+
+
 def launch_packed_products(card: Card) -> None:
     """Products with packed weights: of one token, of several, of some, and the weight expanded for many."""
     dtype, overlap = card.narrow, card.capability >= 90
@@ -203,6 +215,8 @@ def launch_packed_products(card: Card) -> None:
         tightfit.kernels.quantized_linear._run_expand(packed, scale, zero, 4, 128, dtype)
     rows, few = tightfit.kernels.packed_rows, torch.ones(3, 256, dtype=dtype)
     share = rows.RowTiles(block_n=32, parts=2, stages=3)
+    if card.capability == 90:
+        launch_packed_blocks(dtype)
     added: Parts = {"zero": None, "residual": few}
     for parts in card.some(added, {"zero": scale, "activation": "silu"}):
         rows.launch_packed_rows(few, packed, scale, bits=4, group=128, tiles=share, **parts, overlap=overlap)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightfit.kernels.operators import multiprocessors, on_device_of
-from tightfit.kernels.quantized_linear import finish_counters
+from tightfit.kernels.operators import finish_counters, multiprocessors, on_device_of
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 
 MOST_ROWS = 128

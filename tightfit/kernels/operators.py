@@ -7,7 +7,7 @@ more than the launch itself: 292 µs for forward and backward of an empty operat
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -70,6 +70,13 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def finish_counters(device: torch.device) -> Tensor:
+    """Of programs that have finished their share of an output; the last sets its counter back to zero. Launches of one
+    stream, one after the other, share them."""
+    return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,9 +3,10 @@
     y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
 
 Up to 16 rows (generating text) cost the reading of the weight: kernels/packed_rows.py. Up to some hundred cost its
-unpacking: a program reads a block of words, turns them into 16-bit floats in registers and multiplies on tensor cores,
-the weight as the left factor; zero points are taken off the codes, scales applied to the sum over a group. Programs
-share inputs where outputs alone are too few to keep the card busy; the last one to finish adds up what all have found.
+unpacking. On Hopper kernels/packed_blocks.py does that at 4 bits, elsewhere and otherwise the kernel here: a program
+reads a block of words, turns them into 16-bit floats in registers and multiplies on tensor cores, the weight as the
+left factor; zero points are taken off the codes, scales applied to the sum over a group. Programs share inputs where
+outputs alone are too few to keep the card busy; the last one to finish adds up what all have found.
 
 Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS: expanding moves 2.5 bytes a
 weight, little beside the product from a few hundred rows on.
@@ -14,7 +15,6 @@ Words are in tiles (`kernels/packing.py`). Groups must be multiples of 32 that d
 one scale a row). Other widths, and groups out of order, take the plain path. Not differentiable.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,9 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.glu import glu
-from tightfit.kernels.operators import multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import finish_counters, multiprocessors, on_device_of, operator
+from tightfit.kernels.packed_blocks import MOST_ROWS as MOST_BLOCK_ROWS
+from tightfit.kernels.packed_blocks import packed_blocks, takes_blocks
 from tightfit.kernels.packed_rows import (
     MOST_ROWS,
     by_group,
@@ -68,6 +70,9 @@ def quantized_linear(
     if zero is not None and zero.stride() != scale.stride():
         scale, zero = by_group(scale), by_group(zero)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if MOST_ROWS < len(rows) <= MOST_BLOCK_ROWS and takes_blocks(rows, words, scale, zero, bits, group):
+        made: Tensor = packed_blocks(rows, words, scale, zero, group, overlap)
+        return _finished(made.view(*x.shape[:-1], -1), activation, residual)
     if len(rows) > SOME_ROWS or x.dtype == torch.float32:
         return _finished(F.linear(x, _expand(words, scale, zero, bits, group, x.dtype)), activation, residual)
     if len(rows) > MOST_ROWS:
@@ -282,13 +287,6 @@ def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
     wanted = multiprocessors(device) * (PROGRAMS_PER_PROCESSOR if block_m <= 32 else 1)
     split = max(1, min(wanted // programs, steps // 4, 16))
     return Tiles(block_m=block_m, block_n=block_n, split=split, stages=3, warps=4 if block_m <= 64 else 8)
-
-
-@cache
-def finish_counters(device: torch.device) -> Tensor:
-    """Of programs that have finished their share of an output; the last sets its counter back to zero. Launches of one
-    stream, one after the other, share them."""
-    return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 
 def _run_some(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Tensor:

@@ -1,0 +1,300 @@
+"""x · Wᵀ for a weight of 4-bit codes and some 16 to 256 rows, on Hopper: codes become floats on their way into wgmma.
+
+    y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
+
+The weight is the left factor, whose blocks wgmma takes from registers: a program has BLOCK_N rows of the weight, all
+rows of x beside them, and goes along the inputs a tile (128) at a time. Words (`kernels/packing.py`) are read as 16-bit
+integers of four codes each. A matrix of 16-bit integers comes out of shared memory in the very order in which wgmma
+wants one of 16-bit floats (ldmatrix), and one shift and one `(a & b) | c` make floats of two codes at once, which stand
+below the leading one of 128 (1024 in float16) in either half of a register. Four shifts give a tile's 128 inputs in
+their order, so nothing is exchanged between threads and x stays as it is.
+
+Scales are applied in one of three places (SCALED):
+
+    sums      to a group's sum, in float32: 3 instructions for two weights, but each group's product is waited for
+    weights   to the weights, in float32, rounded once, as eager rounds them: 7, and products of tiles overlap
+    halves    to the weights, in 16 bits by a scale of 16 bits: 4, and a second rounding
+
+x, words, scales and zero points are copied by the card's own engine (TMA), blocks ahead; hence scales of a group are
+side by side (`by_group`), outputs a multiple of 16 and inputs of 128. Programs share inputs where outputs alone are too
+few; the last one to finish adds up what all have found, in their order.
+"""
+
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightfit.kernels.operators import finish_counters, multiprocessors, on_device_of, operator
+from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
+from tightfit.kernels.packed_rows import has_lop3
+from tightfit.kernels.packing import STRIP_ROWS, has_strips
+from tightfit.kernels.triton_support import HAS_TRITON, is_interpreted, tl, triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+TILE = 128
+"""Inputs whose codes stand in 16 words of a row, as 32 integers of 16 bits."""
+BITS = 4
+MOST_ROWS = 256
+WIDEST_BLOCK = 256
+SHARED_BYTES = 220 * 2**10
+"""Of a multiprocessor, for blocks read ahead."""
+Scaled = Literal["sums", "weights", "halves"]
+
+
+class Blocks(NamedTuple):
+    """Rows of x and of the weight that a program has, programs that share the inputs, blocks read ahead, warps, and
+    where scales are applied."""
+
+    block_m: int
+    block_n: int
+    split: int
+    stages: int
+    warps: int
+    scaled: Scaled
+
+
+def takes_blocks(rows: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> bool:
+    """Whether a product of these is made here."""
+    if bits != BITS or group % TILE or rows.shape[1] % TILE or not has_strips(words.shape[0]):
+        return False
+    if rows.element_size() != 2 or not _is_by_group(scale):
+        return False
+    if zero is not None and not (zero.dtype == torch.uint8 and _is_by_group(zero)):
+        return False
+    is_aligned = not any(tensor.data_ptr() % 16 for tensor in (rows, words, scale))
+    return is_aligned and rows.is_contiguous() and words.is_contiguous() and is_hopper(rows.device)
+
+
+def _is_by_group(constants: Tensor) -> bool:
+    """Whether scales or zero points of a group are neighbours, every group's on a boundary of 16 bytes."""
+    return constants.stride(0) == 1 and (constants.shape[1] == 1 or constants.stride(1) % 16 == 0)
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the card has wgmma; in the interpreter every card does."""
+    if is_interpreted():
+        return True
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@triton.jit
+def codes_of_shift(integers, S: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The S-th codes of 16-bit integers as floats, 128 (float16: 1024) added to each: two in a register at once."""
+    SHIFT: tl.constexpr = "0" if S == 0 else "4" if S == 1 else "8" if S == 2 else "12"
+    ONES: tl.constexpr = "0x43004300" if DTYPE.fp_mantissa_width == 7 else "0x64006400"
+    PICK: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, " + SHIFT + "; lop3.b32 $0, t, 0x000f000f, " + ONES + ", 0xea;}"
+    made = tl.inline_asm_elementwise(PICK, "=r,r", [integers], dtype=tl.int16, is_pure=True, pack=2)
+    return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def two_by_two(operation: tl.constexpr, left, right, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """left ∘ right of 16-bit floats, two in a register at once."""
+    KIND: tl.constexpr = ".rn.bf16x2" if DTYPE.fp_mantissa_width == 7 else ".rn.f16x2"
+    CODE: tl.constexpr = operation + KIND + " $0, $1, $2;"
+    made = tl.inline_asm_elementwise(CODE, "=r,r,r", [left, right], dtype=tl.int16, is_pure=True, pack=2)
+    return made.to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def scaled_bf16(code, factor, offset):  # type: ignore[no-untyped-def]
+    """code · factor + offset in float32, as bf16: a code is the upper half of a float32 as it is."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 t, u; .reg .f32 a, b; shl.b32 t, $1, 16; and.b32 u, $1, 0xffff0000; mov.b32 a, t; mov.b32 b, u;"
+        "fma.rn.f32 a, a, $2, $4; fma.rn.f32 b, b, $3, $5; cvt.rn.bf16x2.f32 $0, b, a;}",
+        "=r,r,r,r,r,r",
+        [code, factor, offset],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def weights_of_shift(  # type: ignore[no-untyped-def]
+    integers, zero, scale, S: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLED: tl.constexpr
+):
+    """The S-th codes of 16-bit integers [N, 32] as weights [N, 32], but for the scale where that goes to sums."""
+    IS_BF16: tl.constexpr = DTYPE.primitive_bitwidth == 16 and DTYPE.fp_mantissa_width == 7
+    ADDED: tl.constexpr = 128.0 if IS_BF16 else 1024.0
+    if not ASSEMBLED:
+        weight = ((integers >> (4 * S)) & 15).to(tl.float32) - zero[:, None]
+        if SCALED != "sums":
+            weight *= scale[:, None]
+        weight = weight.to(DTYPE)
+    elif SCALED == "weights" and IS_BF16:  # off by 2⁻¹⁷ · s at most
+        code = codes_of_shift(integers, S, DTYPE)
+        factor = tl.broadcast_to(scale[:, None], code.shape)
+        offset = tl.broadcast_to((-(zero + ADDED) * scale)[:, None], code.shape)
+        weight = scaled_bf16(code, factor, offset)
+    else:
+        code = codes_of_shift(integers, S, DTYPE)
+        weight = two_by_two("sub", code, tl.broadcast_to((zero + ADDED).to(DTYPE)[:, None], code.shape), DTYPE)
+        if SCALED == "weights":
+            weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
+        elif SCALED == "halves":
+            weight = two_by_two("mul", weight, tl.broadcast_to(scale.to(DTYPE)[:, None], code.shape), DTYPE)
+    return weight
+
+
+@triton.jit
+def settled(sums):  # type: ignore[no-untyped-def]
+    """The same, waited for. Triton would let the next tile's products begin before these end, one register block at a
+    time, and the assembler then puts a wait after each single wgmma (its remark C7515)."""
+    return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit(do_not_specialize=["M", "split"])
+def packed_blocks_kernel(  # type: ignore[no-untyped-def]
+    x_blocks,
+    words_blocks,
+    scale_blocks,
+    zero_blocks,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    split,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """BLOCK_N outputs of BLOCK_M rows over one of `split` shares of the inputs."""
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    m_block, n_block, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_m, first_n = m_block * BLOCK_M, n_block * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    tiles = K // 128
+    first, last = tiles * share // split, tiles * (share + 1) // split
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    wait_for_previous(OVERLAP)
+    for tile in tl.range(first, last, num_stages=STAGES):
+        integers = words_blocks.load([first_n // 16, tile * 16, 0]).reshape(BLOCK_N, 32)
+        group = tile * 128 // GROUP if GROUP > 0 else 0
+        scale = scale_blocks.load([group, first_n]).reshape(BLOCK_N).to(tl.float32)
+        if HAS_ZERO:
+            zero = zero_blocks.load([group, first_n]).reshape(BLOCK_N).to(tl.float32)
+        else:
+            zero = tl.full((BLOCK_N,), 8.0, tl.float32)
+        even = tl.join(
+            weights_of_shift(integers, zero, scale, 0, SCALED, DTYPE, ASSEMBLED),
+            weights_of_shift(integers, zero, scale, 2, SCALED, DTYPE, ASSEMBLED),
+        )
+        odd = tl.join(
+            weights_of_shift(integers, zero, scale, 1, SCALED, DTYPE, ASSEMBLED),
+            weights_of_shift(integers, zero, scale, 3, SCALED, DTYPE, ASSEMBLED),
+        )
+        weights = tl.join(even, odd).permute(0, 2, 3, 1).reshape(BLOCK_N, 128)  # shift, then place, are the inputs
+        x = x_blocks.load([first_m, tile * 128])
+        if SCALED == "sums":
+            total += tl.dot(weights, x.T) * scale[:, None]
+        else:
+            total = tl.dot(weights, x.T, total)
+            if ASSEMBLED:
+                total = settled(total)
+    launch_next(OVERLAP)
+    here = (m < M)[None, :] & (n < N)[:, None]
+    out = m[None, :] * N + n[:, None]
+    if IS_SHARED:
+        tl.store(partial_ptr + share * M * N + out, total, mask=here)
+        tl.debug_barrier()  # all of this program's sums are written before it says so
+        counter = counter_ptr + m_block * tl.num_programs(1) + n_block
+        if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
+            return
+        tl.store(counter, 0)
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for other in range(split):
+            total += tl.load(partial_ptr + other * M * N + out, mask=here, other=0.0, cache_modifier=".cg")
+    tl.store(y_ptr + out, total.to(DTYPE), mask=here)
+
+
+def blocks_for(M: int, N: int, K: int, device: torch.device) -> Blocks:
+    """Scales go to the sums while these are few; programs for every processor, two where shared memory has room."""
+    if is_interpreted():
+        return Blocks(block_m=16, block_n=16, split=2 if K > TILE else 1, stages=1, warps=4, scaled="sums")
+    block_m, block_n = min(max(triton.next_power_of_2(M), 16), WIDEST_BLOCK), 128
+    stages = 4 if block_m <= 64 else 3
+    programs = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
+    each = max(1, SHARED_BYTES // (stages * stage_bytes(block_m, block_n)))
+    split = max(1, min(multiprocessors(device) * min(each, 2) // programs, K // TILE // 4))
+    return Blocks(block_m, block_n, split, stages, warps=8, scaled="sums" if block_m <= 64 else "weights")
+
+
+def stage_bytes(block_m: int, block_n: int) -> int:
+    """Shared memory of a tile of inputs: x, codes, scale and zero point."""
+    return block_m * TILE * 2 + block_n * (TILE // 2 + 3)
+
+
+def launch_blocks(
+    x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, blocks: Blocks, overlap: bool = False
+) -> Tensor:
+    """The product cut as `blocks` say."""
+    (M, K), N = x.shape, words.shape[0]
+    y = torch.empty(M, N, device=x.device, dtype=x.dtype)
+    is_shared = blocks.split > 1
+    partial = torch.empty(blocks.split * M * N, device=x.device, dtype=torch.float32) if is_shared else y
+    strips, width = blocks.block_n // STRIP_ROWS, TILE * BITS // 16
+    integers = words.view(torch.int16).view(N // STRIP_ROWS, -1, width)
+    scale_blocks = _constants_of(scale, blocks.block_n)
+    with on_device_of(x):
+        packed_blocks_kernel[(triton.cdiv(M, blocks.block_m), triton.cdiv(N, blocks.block_n), blocks.split)](
+            _blocks_of(x, [blocks.block_m, TILE]),
+            _blocks_of(integers, [strips, STRIP_ROWS, width]),
+            scale_blocks,
+            scale_blocks if zero is None else _constants_of(zero, blocks.block_n),
+            y,
+            partial,
+            finish_counters(x.device),
+            M,
+            N,
+            K,
+            blocks.split,
+            GROUP=group,
+            HAS_ZERO=zero is not None,
+            IS_SHARED=is_shared,
+            BLOCK_M=blocks.block_m,
+            BLOCK_N=blocks.block_n,
+            STAGES=blocks.stages,
+            SCALED=blocks.scaled,
+            OVERLAP=overlap,
+            ASSEMBLED=has_lop3(),
+            num_warps=blocks.warps,
+            **pdl(overlap),
+        )
+    return y
+
+
+def _blocks_of(tensor: Tensor, block: list[int]) -> Any:
+    """What blocks of a tensor are read through."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+def _constants_of(constants: Tensor, block_n: int) -> Any:
+    """Of scales or zero points [N, groups], those of a group side by side."""
+    N, groups = constants.shape
+    return TensorDescriptor(constants, [groups, N], [constants.stride(1) if groups > 1 else N, 1], [1, block_n])
+
+
+def _run(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, overlap: bool) -> Tensor:
+    blocks = blocks_for(len(x), words.shape[0], x.shape[1], x.device)
+    return launch_blocks(x, words, scale, zero, group, blocks, overlap)
+
+
+packed_blocks = operator(
+    "packed_blocks(Tensor x, Tensor words, Tensor scale, Tensor? zero, int group, bool overlap) -> Tensor",
+    _run,
+    lambda x, words, scale, zero, group, overlap: x.new_empty(x.shape[0], words.shape[0]),
+)
