@@ -195,14 +195,15 @@ def launch_coded_products(dtype: torch.dtype) -> None:
 
 
 def launch_packed_blocks(dtype: torch.dtype) -> None:
-    """The scales applied in each of the three places, alone and beside others that share the inputs."""
+    """Scales of the dtype of x and others, applied in either place, alone and beside others that share the inputs."""
     blocks, x = tightfit.kernels.packed_blocks, torch.ones(17, 256, dtype=dtype)
     words, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(2, 256, dtype=torch.float16).t()
-    places: tuple[tuple[Literal["sums", "weights", "halves"], int], ...] = (("sums", 2), ("weights", 1), ("halves", 1))
     zero = scale.to(torch.uint8)
-    for scaled, split in places:
+    places: tuple[tuple[Literal["sums", "weights"], int, Tensor], ...]
+    places = (("sums", 2, scale), ("weights", 1, scale), ("weights", 1, scale.to(dtype)))
+    for scaled, split, scales in places:
         cut = blocks.Blocks(block_m=32, block_n=128, split=split, stages=3, warps=8, scaled=scaled)
-        blocks.launch_blocks(x, words, scale, zero if split > 1 else None, 128, cut, overlap=split > 1)
+        blocks.launch_blocks(x, words, scales, zero if split > 1 else None, 128, cut, overlap=split > 1)
 
 
 def launch_packed_products(card: Card) -> None:

@@ -47,11 +47,14 @@ def rows_of(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize(("scaled", "zeros"), [("sums", True), ("weights", False), ("weights", True), ("halves", True)])
-def test_it_is_what_expanding_gives(scaled: Scaled, zeros: bool, split: int, dtype: torch.dtype) -> None:
-    """With scales applied anywhere; those of `halves` have the 16 bits of x."""
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("scaled", "zeros"), [("sums", True), ("sums", False), ("weights", True), ("weights", False)])
+def test_it_is_what_expanding_gives(
+    scaled: Scaled, zeros: bool, scales: torch.dtype, split: int, dtype: torch.dtype
+) -> None:
+    """With scales of either dtype applied in either place."""
     for M, K, N, group in SHAPES:
-        words, scale, zero = weights(K, N, group, zeros=zeros, dtype=dtype)
+        words, scale, zero = weights(K, N, group, zeros=zeros, dtype=scales)
         x = rows_of(M, K, dtype)
         size = 32 if is_interpreted() else 128
         blocks = Blocks(block_m=16, block_n=size, split=min(split, K // 128), stages=3, warps=4, scaled=scaled)

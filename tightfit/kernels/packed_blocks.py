@@ -9,15 +9,16 @@ wants one of 16-bit floats (ldmatrix), and one shift and one `(a & b) | c` make 
 below the leading one of 128 (1024 in float16) in either half of a register. Four shifts give a tile's 128 inputs in
 their order, so nothing is exchanged between threads and x stays as it is.
 
-Scales are applied in one of three places (SCALED):
+Scales are applied in one of two places (SCALED):
 
-    sums      to a group's sum, in float32: 3 instructions for two weights, but each group's product is waited for
-    weights   to the weights, in float32, rounded once, as eager rounds them: 7, and products of tiles overlap
-    halves    to the weights, in 16 bits by a scale of 16 bits: 4, and a second rounding
+    sums      to a group's sum, in float32: 3 instructions for two weights, and one for each of a tile's sums
+    weights   to the weights, rounded once, as eager rounds them: 7, or 4 where scales are of the dtype of x
 
 x, words, scales and zero points are copied by the card's own engine (TMA), blocks ahead; hence scales of a group are
-side by side (`by_group`), outputs a multiple of 16 and inputs of 128. Programs share inputs where outputs alone are too
-few; the last one to finish adds up what all have found, in their order.
+side by side (`by_group`), outputs a multiple of 16 and inputs of 128. It writes to multiples of 128 bytes, and blocks
+ahead stand one after the other: a program has 128 rows of the weight at least, whose zero points are as many bytes (of
+64, every second block stopped the card: "misaligned address"). Programs share inputs where outputs alone are too few;
+the last one to finish adds up what all have found, in their order.
 """
 
 from functools import lru_cache
@@ -30,7 +31,7 @@ from tightfit.kernels.operators import finish_counters, multiprocessors, on_devi
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.packed_rows import has_lop3
 from tightfit.kernels.packing import STRIP_ROWS, has_strips
-from tightfit.kernels.triton_support import HAS_TRITON, is_interpreted, tl, triton
+from tightfit.kernels.triton_support import HAS_TRITON, at_most, is_interpreted, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -39,10 +40,12 @@ TILE = 128
 """Inputs whose codes stand in 16 words of a row, as 32 integers of 16 bits."""
 BITS = 4
 MOST_ROWS = 256
-WIDEST_BLOCK = 256
+WIDEST_BLOCK = 128
 SHARED_BYTES = 220 * 2**10
 """Of a multiprocessor, for blocks read ahead."""
-Scaled = Literal["sums", "weights", "halves"]
+LEAST_OUTPUTS = 128
+"""Of a program: its zero points of a tile are bytes, and end where the next tile's may begin."""
+Scaled = Literal["sums", "weights"]
 
 
 class Blocks(NamedTuple):
@@ -65,7 +68,7 @@ def takes_blocks(rows: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None
         return False
     if zero is not None and not (zero.dtype == torch.uint8 and _is_by_group(zero)):
         return False
-    is_aligned = not any(tensor.data_ptr() % 16 for tensor in (rows, words, scale))
+    is_aligned = not any(tensor.data_ptr() % 16 for tensor in (rows, words, scale, zero) if tensor is not None)
     return is_aligned and rows.is_contiguous() and words.is_contiguous() and is_hopper(rows.device)
 
 
@@ -124,21 +127,22 @@ def weights_of_shift(  # type: ignore[no-untyped-def]
     ADDED: tl.constexpr = 128.0 if IS_BF16 else 1024.0
     if not ASSEMBLED:
         weight = ((integers >> (4 * S)) & 15).to(tl.float32) - zero[:, None]
-        if SCALED != "sums":
-            weight *= scale[:, None]
+        if SCALED == "weights":
+            weight *= scale.to(tl.float32)[:, None]
         weight = weight.to(DTYPE)
-    elif SCALED == "weights" and IS_BF16:  # off by 2⁻¹⁷ · s at most
+    elif SCALED == "weights" and IS_BF16 and scale.dtype != DTYPE:  # off by 2⁻¹⁷ · s at most
         code = codes_of_shift(integers, S, DTYPE)
-        factor = tl.broadcast_to(scale[:, None], code.shape)
-        offset = tl.broadcast_to((-(zero + ADDED) * scale)[:, None], code.shape)
+        factor = scale.to(tl.float32)
+        offset = tl.broadcast_to((-(zero + ADDED) * factor)[:, None], code.shape)
+        factor = tl.broadcast_to(factor[:, None], code.shape)
         weight = scaled_bf16(code, factor, offset)
     else:
         code = codes_of_shift(integers, S, DTYPE)
         weight = two_by_two("sub", code, tl.broadcast_to((zero + ADDED).to(DTYPE)[:, None], code.shape), DTYPE)
-        if SCALED == "weights":
-            weight = (weight.to(tl.float32) * scale[:, None]).to(DTYPE)
-        elif SCALED == "halves":
-            weight = two_by_two("mul", weight, tl.broadcast_to(scale.to(DTYPE)[:, None], code.shape), DTYPE)
+        if SCALED == "weights" and scale.dtype == DTYPE:
+            weight = two_by_two("mul", weight, tl.broadcast_to(scale[:, None], code.shape), DTYPE)
+        elif SCALED == "weights":
+            weight = (weight.to(tl.float32) * scale.to(tl.float32)[:, None]).to(DTYPE)
     return weight
 
 
@@ -184,7 +188,7 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
     for tile in tl.range(first, last, num_stages=STAGES):
         integers = words_blocks.load([first_n // 16, tile * 16, 0]).reshape(BLOCK_N, 32)
         group = tile * 128 // GROUP if GROUP > 0 else 0
-        scale = scale_blocks.load([group, first_n]).reshape(BLOCK_N).to(tl.float32)
+        scale = scale_blocks.load([group, first_n]).reshape(BLOCK_N)
         if HAS_ZERO:
             zero = zero_blocks.load([group, first_n]).reshape(BLOCK_N).to(tl.float32)
         else:
@@ -200,7 +204,7 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
         weights = tl.join(even, odd).permute(0, 2, 3, 1).reshape(BLOCK_N, 128)  # shift, then place, are the inputs
         x = x_blocks.load([first_m, tile * 128])
         if SCALED == "sums":
-            total += tl.dot(weights, x.T) * scale[:, None]
+            total += tl.dot(weights, x.T) * scale.to(tl.float32)[:, None]
         else:
             total = tl.dot(weights, x.T, total)
             if ASSEMBLED:
@@ -226,11 +230,18 @@ def blocks_for(M: int, N: int, K: int, device: torch.device) -> Blocks:
     if is_interpreted():
         return Blocks(block_m=16, block_n=16, split=2 if K > TILE else 1, stages=1, warps=4, scaled="sums")
     block_m, block_n = min(max(triton.next_power_of_2(M), 16), WIDEST_BLOCK), 128
-    stages = 4 if block_m <= 64 else 3
+    stages, warps = 4 if block_m <= 64 else 2, 4 if block_m <= 32 else 8
     programs = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
-    each = max(1, SHARED_BYTES // (stages * stage_bytes(block_m, block_n)))
-    split = max(1, min(multiprocessors(device) * min(each, 2) // programs, K // TILE // 4))
-    return Blocks(block_m, block_n, split, stages, warps=8, scaled="sums" if block_m <= 64 else "weights")
+    each = min(SHARED_BYTES // (stages * stage_bytes(block_m, block_n)), 12 // warps)
+    split = max(1, min(multiprocessors(device) * max(each, 2) // programs, K // TILE // 4))
+    return Blocks(block_m, block_n, split, stages, warps, scaled="sums" if block_m <= 64 else "weights")
+
+
+def registers(blocks: Blocks) -> int | None:
+    """The most a thread may have, where a thread's sums leave room for two programs of eight warps on a processor: what
+    shares the inputs asks for more where it adds up, after the loop, and spills few there."""
+    sums = blocks.block_m * blocks.block_n * (2 if blocks.scaled == "sums" else 1) // (32 * blocks.warps)
+    return 128 if blocks.warps == 8 and sums <= 64 and not is_interpreted() else None
 
 
 def stage_bytes(block_m: int, block_n: int) -> int:
@@ -242,6 +253,7 @@ def launch_blocks(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, blocks: Blocks, overlap: bool = False
 ) -> Tensor:
     """The product cut as `blocks` say."""
+    assert blocks.block_n >= LEAST_OUTPUTS or is_interpreted(), blocks
     (M, K), N = x.shape, words.shape[0]
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)
     is_shared = blocks.split > 1
@@ -272,6 +284,7 @@ def launch_blocks(
             OVERLAP=overlap,
             ASSEMBLED=has_lop3(),
             num_warps=blocks.warps,
+            **at_most(registers(blocks)),
             **pdl(overlap),
         )
     return y
