@@ -27,14 +27,15 @@ from torch import Tensor
 from benchmarks.quantized_linear import SHAPES, copy_gb_s, milliseconds
 from benchmarks.quantized_peers import Product
 from benchmarks.rows import RESULTS, append_row
+from tightfit.kernels.operators import multiprocessors
 from tightfit.kernels.packed_blocks import TILE, Blocks, Scaled, blocks_for, launch_blocks
 from tightfit.kernels.packed_rows import by_group, launch_packed_rows, row_tiles_for
 from tightfit.kernels.quantized_linear import expanded, launch_some, quantized_linear_eager, tiles_for
 
 BITS, GROUP = 4, 128
 SPREAD_BYTES = 256 * 2**20
-ROWS = (16, 32, 64, 128, 256)
-PROGRAMS = (90, 420)
+ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+PROGRAMS = (100, 280)
 """Fewer leave a third of the processors idle, more give each too little."""
 LEAST_TILES = 4
 UNTRIED = "untried"
@@ -59,44 +60,44 @@ CUTS: dict[int, tuple[Cut, ...]] = {
     16: (
         Cut(16, 128, 4, 4, "sums"),
         Cut(16, 128, 4, 6, "sums"),
-        Cut(16, 128, 8, 4, "sums"),
     ),
     32: (
         Cut(32, 128, 4, 4, "sums"),
         Cut(32, 128, 4, 3, "sums"),
-        Cut(32, 128, 8, 4, "sums"),
         Cut(32, 256, 8, 4, "sums"),
-        Cut(32, 128, 4, 4, "sums", overlap=True),
+        Cut(32, 256, 16, 4, "sums"),
     ),
     64: (
         Cut(64, 128, 8, 4, "sums"),
-        Cut(64, 128, 8, 3, "sums"),
         Cut(64, 128, 4, 4, "sums"),
         Cut(64, 128, 4, 3, "sums"),
         Cut(64, 128, 8, 4, "weights"),
         Cut(64, 256, 8, 4, "sums"),
-        Cut(64, 128, 8, 4, "sums", overlap=True),
+        Cut(64, 256, 16, 4, "sums"),
+        Cut(64, 256, 16, 4, "weights"),
     ),
     128: (
-        Cut(128, 128, 8, 2, "weights"),
-        Cut(128, 128, 8, 3, "weights"),
         Cut(128, 128, 8, 3, "sums"),
-        Cut(128, 128, 8, 2, "sums"),
-        Cut(128, 256, 8, 3, "weights"),
+        Cut(128, 128, 8, 3, "weights"),
+        Cut(128, 128, 4, 3, "weights"),
+        Cut(128, 256, 8, 4, "weights"),
+        Cut(128, 256, 16, 4, "weights"),
         Cut(64, 128, 8, 4, "sums"),
-        Cut(64, 128, 8, 3, "sums"),
-        Cut(128, 128, 8, 2, "weights", overlap=True),
+        Cut(64, 128, 4, 4, "sums"),
+        Cut(64, 256, 16, 4, "sums"),
     ),
     256: (
-        Cut(128, 128, 8, 2, "weights"),
-        Cut(128, 128, 8, 2, "sums"),
         Cut(256, 128, 8, 3, "weights"),
-        Cut(128, 256, 8, 3, "weights"),
-        Cut(128, 256, 16, 3, "weights"),
-        Cut(64, 128, 8, 4, "sums"),
-        Cut(128, 128, 8, 2, "weights", overlap=True),
+        Cut(256, 128, 16, 3, "weights"),
+        Cut(128, 128, 8, 3, "weights"),
+        Cut(128, 128, 4, 3, "weights"),
+        Cut(128, 128, 8, 3, "sums"),
+        Cut(128, 256, 8, 4, "weights"),
+        Cut(128, 256, 16, 4, "weights"),
+        Cut(64, 128, 4, 4, "sums"),
     ),
 }
+CUTS |= {8: CUTS[16][:1], 48: CUTS[64][1:2], 96: CUTS[128][:1], 192: CUTS[256][:1] + CUTS[128][:1] + CUTS[64][1:2]}
 
 
 class Launch(NamedTuple):
@@ -128,17 +129,17 @@ def coded(outputs: int, inputs: int) -> Coded:
 def splits(cut: Cut, rows: int, outputs: int, inputs: int) -> Iterator[int]:
     """Shares of the inputs that give a sensible number of programs."""
     programs = -(-rows // cut.block_m) * -(-outputs // cut.block_n)
-    for split in (1, 2, 3, 4, 6, 8, 12):
+    for split in (1, 2, 3, 4, 6, 8):
         if PROGRAMS[0] <= programs * split <= PROGRAMS[1] and inputs // TILE // split >= LEAST_TILES:
             yield split
 
 
 def launches(rows: list[int], rule_alone: bool) -> list[Launch]:
     """What will be timed: every cut at both shapes, and the rule's own."""
-    found = []
+    found, processors = [], multiprocessors(torch.device("cuda"))
     for count in rows:
         for inputs, outputs in SHAPES:
-            rule = blocks_for(count, outputs, inputs, torch.device("cuda"))
+            rule = blocks_for(count, outputs, inputs, processors)
             own = Cut(rule.block_m, rule.block_n, rule.warps, rule.stages, rule.scaled)
             found.append(Launch(own, count, inputs, outputs, rule.split))
             for cut in () if rule_alone else CUTS.get(count, ()):
@@ -218,7 +219,7 @@ class Table:
         calls: list[Product] = [partial(one_before, weight=w) for w in self.coded]
         error = _error(calls[0](x), truth)
         keep({"kernel": "other cards'", "us": self.timed(calls, x), "error": error, **dict.fromkeys(FIELDS, "")})
-        rule = blocks_for(rows, self.outputs, self.inputs, x.device)
+        rule = blocks_for(rows, self.outputs, self.inputs, multiprocessors(x.device))
         for launch in self.launches:
             if launch[1:4] == (rows, self.inputs, self.outputs):
                 keep(self.row(x, launch.cut, launch.split, truth, eager, rule))

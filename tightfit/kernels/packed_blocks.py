@@ -12,7 +12,7 @@ their order, so nothing is exchanged between threads and x stays as it is.
 Scales are applied in one of two places (SCALED):
 
     sums      to a group's sum, in float32: 3 instructions for two weights, and one for each of a tile's sums
-    weights   to the weights, rounded once, as eager rounds them: 7, or 4 where scales are of the dtype of x
+    weights   to the weights, rounded once, as eager rounds them: 5, or 4 where scales are of the dtype of x
 
 x, words, scales and zero points are copied by the card's own engine (TMA), blocks ahead; hence scales of a group are
 side by side (`by_group`), outputs a multiple of 16 and inputs of 128. It writes to multiples of 128 bytes, and blocks
@@ -40,12 +40,19 @@ TILE = 128
 """Inputs whose codes stand in 16 words of a row, as 32 integers of 16 bits."""
 BITS = 4
 MOST_ROWS = 256
-WIDEST_BLOCK = 128
-SHARED_BYTES = 220 * 2**10
-"""Of a multiprocessor, for blocks read ahead."""
 LEAST_OUTPUTS = 128
 """Of a program: its zero points of a tile are bytes, and end where the next tile's may begin."""
 Scaled = Literal["sums", "weights"]
+
+
+RULE: dict[int, tuple[int, int, int, Scaled]] = {
+    16: (4, 4, 2, "sums"),
+    32: (3, 4, 2, "sums"),
+    64: (3, 4, 2, "sums"),
+    128: (3, 8, 1, "sums"),
+    256: (3, 8, 1, "weights"),
+}
+"""For a program's rows of x: blocks read ahead, warps, programs of a processor, where scales are applied."""
 
 
 class Blocks(NamedTuple):
@@ -105,17 +112,20 @@ def two_by_two(operation: tl.constexpr, left, right, DTYPE: tl.constexpr):  # ty
 
 
 @triton.jit
-def scaled_bf16(code, factor, offset):  # type: ignore[no-untyped-def]
-    """code · factor + offset in float32, as bf16: a code is the upper half of a float32 as it is."""
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 t, u; .reg .f32 a, b; shl.b32 t, $1, 16; and.b32 u, $1, 0xffff0000; mov.b32 a, t; mov.b32 b, u;"
-        "fma.rn.f32 a, a, $2, $4; fma.rn.f32 b, b, $3, $5; cvt.rn.bf16x2.f32 $0, b, a;}",
-        "=r,r,r,r,r,r",
-        [code, factor, offset],
-        dtype=tl.bfloat16,
+def scaled_bf16(code, scale):  # type: ignore[no-untyped-def]
+    """code · scale, rounded once: of the scale's 11 bits 3 are multiplied apart, exactly."""
+    wide = scale.to(tl.float32)
+    high = wide.to(tl.bfloat16)
+    low = (wide - high.to(tl.float32)).to(tl.bfloat16)
+    made = tl.inline_asm_elementwise(
+        "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}",
+        "=r,r,r,r",
+        [code, tl.broadcast_to(high[:, None], code.shape), tl.broadcast_to(low[:, None], code.shape)],
+        dtype=tl.int16,
         is_pure=True,
         pack=2,
     )
+    return made.to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -130,17 +140,13 @@ def weights_of_shift(  # type: ignore[no-untyped-def]
         if SCALED == "weights":
             weight *= scale.to(tl.float32)[:, None]
         weight = weight.to(DTYPE)
-    elif SCALED == "weights" and IS_BF16 and scale.dtype != DTYPE:  # off by 2⁻¹⁷ · s at most
-        code = codes_of_shift(integers, S, DTYPE)
-        factor = scale.to(tl.float32)
-        offset = tl.broadcast_to((-(zero + ADDED) * factor)[:, None], code.shape)
-        factor = tl.broadcast_to(factor[:, None], code.shape)
-        weight = scaled_bf16(code, factor, offset)
     else:
         code = codes_of_shift(integers, S, DTYPE)
         weight = two_by_two("sub", code, tl.broadcast_to((zero + ADDED).to(DTYPE)[:, None], code.shape), DTYPE)
         if SCALED == "weights" and scale.dtype == DTYPE:
             weight = two_by_two("mul", weight, tl.broadcast_to(scale[:, None], code.shape), DTYPE)
+        elif SCALED == "weights" and IS_BF16:
+            weight = scaled_bf16(weight, scale)
         elif SCALED == "weights":
             weight = (weight.to(tl.float32) * scale.to(tl.float32)[:, None]).to(DTYPE)
     return weight
@@ -225,16 +231,15 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + out, total.to(DTYPE), mask=here)
 
 
-def blocks_for(M: int, N: int, K: int, device: torch.device) -> Blocks:
-    """Scales go to the sums while these are few; programs for every processor, two where shared memory has room."""
+def blocks_for(M: int, N: int, K: int, processors: int) -> Blocks:
+    """As measured on an H200 (benchmarks/packed_blocks.py): as many programs as its processors have room for."""
     if is_interpreted():
         return Blocks(block_m=16, block_n=16, split=2 if K > TILE else 1, stages=1, warps=4, scaled="sums")
-    block_m, block_n = min(max(triton.next_power_of_2(M), 16), WIDEST_BLOCK), 128
-    stages, warps = 4 if block_m <= 64 else 2, 4 if block_m <= 32 else 8
-    programs = triton.cdiv(N, block_n) * triton.cdiv(M, block_m)
-    each = min(SHARED_BYTES // (stages * stage_bytes(block_m, block_n)), 12 // warps)
-    split = max(1, min(multiprocessors(device) * max(each, 2) // programs, K // TILE // 4))
-    return Blocks(block_m, block_n, split, stages, warps, scaled="sums" if block_m <= 64 else "weights")
+    block_m = min(max(triton.next_power_of_2(M), 16), max(RULE))
+    stages, warps, each, scaled = RULE[block_m]
+    programs = triton.cdiv(N, LEAST_OUTPUTS) * triton.cdiv(M, block_m)
+    split = max(1, min(processors * each // programs, K // TILE // 4))
+    return Blocks(block_m, LEAST_OUTPUTS, split, stages, warps, scaled)
 
 
 def registers(blocks: Blocks) -> int | None:
@@ -242,11 +247,6 @@ def registers(blocks: Blocks) -> int | None:
     shares the inputs asks for more where it adds up, after the loop, and spills few there."""
     sums = blocks.block_m * blocks.block_n * (2 if blocks.scaled == "sums" else 1) // (32 * blocks.warps)
     return 128 if blocks.warps == 8 and sums <= 64 and not is_interpreted() else None
-
-
-def stage_bytes(block_m: int, block_n: int) -> int:
-    """Shared memory of a tile of inputs: x, codes, scale and zero point."""
-    return block_m * TILE * 2 + block_n * (TILE // 2 + 3)
 
 
 def launch_blocks(
@@ -302,7 +302,7 @@ def _constants_of(constants: Tensor, block_n: int) -> Any:
 
 
 def _run(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, overlap: bool) -> Tensor:
-    blocks = blocks_for(len(x), words.shape[0], x.shape[1], x.device)
+    blocks = blocks_for(len(x), words.shape[0], x.shape[1], multiprocessors(x.device))
     return launch_blocks(x, words, scale, zero, group, blocks, overlap)
 
 
