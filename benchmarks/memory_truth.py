@@ -418,6 +418,7 @@ def main() -> None:
     parser.add_argument("action", choices=("predict", "measure", "repredict"))
     parser.add_argument("--predictions", type=Path, help="the file between predict and measure")
     parser.add_argument("--only", help="cases of this model alone")
+    parser.add_argument("--having", default="", help="cases whose levers contain this text alone")
     parser.add_argument("--length", type=int, help="cases of rows so long alone")
     parser.add_argument("--ranks", choices=("one", "many"), help="cases of one rank, which are timed, or of many alone")
     parser.add_argument("--levers", action="store_true", help="the other levers' cases, for lever_truth.csv")
@@ -436,6 +437,7 @@ def main() -> None:
         case
         for case in every
         if chosen.only in (None, case.model)
+        and chosen.having in case.more
         and chosen.length in (None, case.sequence_length)
         and chosen.ranks in (None, "one" if case.ranks == 1 else "many")
         and (not chosen.host_bound or is_host_bound(case))

@@ -59,6 +59,10 @@ if not DEALS_OUT:
 
 
 def pytest_collection_finish() -> None:
+    if not DEALS_OUT:
+        from tests.set_aside import keep_set_aside
+
+        keep_set_aside()
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # else extensions complain of what is left when Python ends

@@ -2,9 +2,9 @@
 
 A case is taken apart into the values of its fields: of a layout, a lever, a model's shape. Cases are then taken one
 after another, always the one that shows most of what was not shown yet, until every value has been (greedy set cover:
-Chvátal, A Greedy Heuristic for the Set-Covering Problem, 1979). With `pairs`, until every two values that stand in one
-case have stood together in a case that was taken: most faults of a combination are faults of two of its settings (Kuhn,
-Wallace, Gallo, Software Fault Interactions, 2004).
+Chvátal, A Greedy Heuristic for the Set-Covering Problem, 1979); those that later ones made needless are let go. With
+`pairs`, until every two values that stand in one case have stood together in a case that was taken: most faults of a
+combination are faults of two of its settings (Kuhn, Wallace, Gallo, Software Fault Interactions, 2004).
 
 The others are marked `thorough` and run by `make test-all`. Nothing is drawn: the same cases are taken every time, and
 a case that is added with a new value in it is taken by itself.
@@ -46,12 +46,15 @@ def _left_out(case: Any) -> Any:
 
 
 def chosen(shows: Sequence[frozenset[Any]]) -> list[int]:
-    """Indices, in order, of cases that show all that any of them shows."""
+    """Indices, in order, of cases that show all that any of them shows; without one of them something is not shown."""
     missing, taken = frozenset().union(*shows), []
     while missing:
         best = max(range(len(shows)), key=lambda at: (len(shows[at] & missing), -at))
         taken.append(best)
         missing -= shows[best]
+    for at in sorted(taken, key=lambda at: len(shows[at])):
+        if shows[at] <= frozenset().union(*(shows[other] for other in taken if other != at)):
+            taken.remove(at)
     return sorted(taken)
 
 

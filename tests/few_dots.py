@@ -9,6 +9,13 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def few_dots() -> Iterator[None]:
     """For all tests of a module or folder that imports it."""
+    with pytest.MonkeyPatch.context() as patched:
+        draw_in_few_dots(patched)
+        yield
+
+
+def draw_in_few_dots(patched: pytest.MonkeyPatch) -> None:
+    """From now on."""
     from matplotlib.figure import Figure
 
     def save(figure: Figure, *given: Any, **named: Any) -> None:
@@ -16,6 +23,4 @@ def few_dots() -> Iterator[None]:
         whole(figure, *given, **{**named, "dpi": 20})
 
     whole = Figure.savefig
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Figure, "savefig", save)
-        yield
+    patched.setattr(Figure, "savefig", save)

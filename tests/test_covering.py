@@ -24,6 +24,11 @@ def test_every_setting_is_in_a_chosen_case(pairs: bool, size: int, fewest: int) 
     assert fewest <= len(kept) < fewest * 1.5
 
 
+def test_none_is_taken_whose_values_the_others_show() -> None:
+    """The widest is taken first, and is needless once those beside it are there."""
+    assert chosen([frozenset("abc"), frozenset("bcde"), frozenset("def")]) == [0, 2]
+
+
 @dataclass(frozen=True)
 class Case:
     layout: Layout

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+from tests.set_aside import keep_set_aside
 from tightfit.launch.forked import start_server
 
 Function = Callable[..., Any]
@@ -93,6 +94,7 @@ def _share_one_device() -> None:
 
 def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     torch.set_num_threads(1)
+    keep_set_aside()
     _share_one_device()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     while True:

@@ -36,7 +36,7 @@ from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
 from tightfit.models.tokenizer import train_tokenizer
 
-LAYERS = 4
+LAYERS = 3
 DEEP = replace(SPEC, layers=LAYERS)
 OF_METHOD = {
     "gptq": ("--method", "gptq", "--bits", "4", "--group", "32"),

@@ -140,7 +140,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Materials:
     return made
 
 
-SLOW = ("a row of 12 MB", "400 strings of 4 MB written out", "400 equal chats of 4 MB")
+SLOW = ("a row of 12 MB", "400 strings of 4 MB written out", "400 equal chats of 4 MB", "another")
 
 
 @pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in BOUNDS])

@@ -1,5 +1,6 @@
 """Cross entropy of existing logits: the kernel against float64 and plain torch, every option, gradients in place."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.covering import covering
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import cross_entropy
@@ -34,13 +36,18 @@ def run(logits: Tensor, labels: Tensor, dtype: torch.dtype, **options: Any) -> t
     return loss, torch.autograd.grad(loss, leaf, given)[0]
 
 
+REDUCED = [
+    *((name, "sum") for name in OPTIONS),
+    *((name, other) for name in ("plain", "all") for other in ("mean", "none")),
+]
+SHAPES = [(5, 3), (5, 64), (3, 1003)]
+
+
 @pytest.mark.parametrize(
-    ("name", "reduction"),
-    [*((name, "sum") for name in OPTIONS), *((name, other) for name in ("plain", "all") for other in ("mean", "none"))],
+    ("dtype", "shape", "way"), covering(list(product(DTYPES, SHAPES, REDUCED)), pairs=True), ids=str
 )
-@pytest.mark.parametrize(("rows", "vocab"), [(5, 3), (5, 64), (3, 1003)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_worse_than_eager(dtype: torch.dtype, rows: int, vocab: int, name: str, reduction: Any) -> None:
+def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, int], way: tuple[str, Any]) -> None:
+    (rows, vocab), (name, reduction) = shape, way
     logits, labels = inputs(rows, vocab, dtype)
     options = {**OPTIONS[name], "reduction": reduction}
     if options.get("ignore_index") == 3:

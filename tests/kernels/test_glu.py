@@ -1,11 +1,13 @@
 """Gated activations' kernel against float64 and plain torch; strides, gradients written over the inputs."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import covering
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.glu import ACTIVATIONS, glu, glu_eager, relu2
@@ -17,9 +19,10 @@ def pair(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return list((2 * torch.randn(2, *shape, dtype=torch.float64, device=DEVICE)).to(dtype))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+CASES = list(product(DTYPES, ACTIVATIONS, SHAPES))
+
+
+@pytest.mark.parametrize(("dtype", "activation", "shape"), covering(CASES, pairs=True), ids=str)
 def test_no_worse_than_eager(dtype: torch.dtype, activation: Any, shape: tuple[int, ...]) -> None:
     tensors = pair(shape, dtype)
     eager, truth = (both_ways(lambda g, u: glu_eager(g, u, activation), tensors, to) for to in (dtype, torch.float64))

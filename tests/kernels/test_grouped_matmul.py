@@ -1,9 +1,12 @@
 """Products of groups of rows, against float64 and one product after another."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import covering
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_matmul_eager, grouped_outer, grouped_outer_eager
@@ -20,11 +23,13 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, device=DEVICE).to(dtype)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("depth", "columns"), [(24, 40), (19, 33)])
-def test_rows_by_group(dtype: torch.dtype, counts: list[int], transposed: bool, depth: int, columns: int) -> None:
+SIZES = [(24, 40), (19, 33)]
+CASES = list(product(DTYPES, COUNTS, (False, True), SIZES))
+
+
+@pytest.mark.parametrize(("dtype", "counts", "transposed", "size"), covering(CASES, pairs=True), ids=str)
+def test_rows_by_group(dtype: torch.dtype, counts: list[int], transposed: bool, size: tuple[int, int]) -> None:
+    depth, columns = size
     x, offsets = random(sum(counts), depth, dtype=dtype), offsets_of(counts)
     weights = (
         random(len(counts), columns, depth, dtype=dtype).mT

@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
 
-from tests.covering import thorough
+from tests.covering import covering, thorough
 from tightfit.kernels.int4_linear import (
     GROUPS,
     code_order,
@@ -34,10 +35,11 @@ def _weight(outputs: int, inputs: int, group: int, *, zero: bool) -> tuple[torch
     return codes, int4_scales(scale, zeros)
 
 
+CASES = list(product((1, 3, 5, 20), GROUPS, (False, True)))
+
+
 @here
-@pytest.mark.parametrize("rows", [1, 3, 5, 20])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(("rows", "group", "zero"), covering(CASES, pairs=True))
 def test_rounds_inputs_scales_and_results_only(rows: int, group: int, zero: bool) -> None:
     codes, scales = _weight(192, 512, group, zero=zero)
     x = torch.randn(2, rows, 512, generator=torch.Generator().manual_seed(rows))

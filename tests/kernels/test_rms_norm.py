@@ -1,10 +1,13 @@
 """RMSNorm's kernel against float64 and against plain torch in the same format; residual, offset, strides, dtypes."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.covering import covering
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.rms_norm import rms_norm, rms_norm_eager
@@ -19,9 +22,10 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return x, residual, torch.randn(shape[-1], dtype=torch.float64, device=DEVICE).to(dtype)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+CASES = list(product(DTYPES, SHAPES, (0.0, 1.0)))
+
+
+@pytest.mark.parametrize(("dtype", "shape", "offset"), covering(CASES, pairs=True), ids=str)
 def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], offset: float) -> None:
     x, _, weight = inputs(shape, dtype)
 

@@ -1,9 +1,12 @@
 """Rotary positions' kernel against plain torch and complex numbers: layouts, partial heads, in place."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import covering
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.rope import rope, rope_eager
@@ -25,9 +28,10 @@ def projected(batch: int, heads: int, length: int, head_dim: int, dtype: torch.d
     return made.unflatten(-1, (heads, head_dim)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+CASES = list(product(DTYPES, SHAPES, (False, True)))
+
+
+@pytest.mark.parametrize(("dtype", "shape", "interleaved"), covering(CASES, pairs=True), ids=str)
 def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], interleaved: bool) -> None:
     B, heads, kv_heads, T, D, rotated = shape
     q, k = projected(B, heads, T, D, dtype), projected(B, kv_heads, T, D, dtype)

@@ -57,7 +57,7 @@ def cache_of(pool: BlockPool) -> PagedCache:
 
 @pytest.mark.parametrize(
     ("lookahead", "depth", "host_bytes"),
-    [(0, 0, 0), (0, 1, 0), (3, 0, 0), (0, 0, 2**20), (0, 1, 600), thorough(3, 0, 600)],
+    [(0, 1, 0), (3, 0, 0), (0, 0, 2**20), (0, 1, 600), thorough(0, 0, 0), thorough(3, 0, 600)],
 )
 def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_full(
     lookahead: int, depth: int, host_bytes: int

@@ -30,6 +30,7 @@ from tightfit.models.resolve import checkpoints_of
 from tightfit.train import loop, stopping
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
+from tightfit.train.short_collections import short_collections
 from tightfit.train.step import train_step
 
 Make = Any
@@ -248,10 +249,15 @@ def test_collections_are_short_while_steps_run(make: Make, monkeypatch: pytest.M
         return train_step(*given, **named)
 
     monkeypatch.setattr(loop, "train_step", look)
+    monkeypatch.setattr(loop, "short_collections", short_collections)
+    gc.unfreeze()
     there = len(gc.get_objects())
-    run_job(make(steps=2), quiet=True)
-    assert min(set_aside) > there / 2
-    assert gc.get_freeze_count() == 0
+    try:
+        run_job(make(steps=2), quiet=True)
+        assert min(set_aside) > there / 2
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as it was (tests/conftest.py)
 
 
 def test_nan_loss_names_the_step_and_keeps_the_last_good_checkpoint(

@@ -38,13 +38,13 @@ NARROW = Shares(
     product_s=3.47e-6,
     attention_forward=(
         (64, 473.9 / H200_BF16_TFLOP_S),
-        (128, 634.6 / H200_BF16_TFLOP_S),
+        (128, 605 / H200_BF16_TFLOP_S),
         (192, 595 / H200_BF16_TFLOP_S),
         (256, 709 / H200_BF16_TFLOP_S),
     ),
     attention_backward=(
         (64, 445.4 / H200_BF16_TFLOP_S),
-        (128, 596.2 / H200_BF16_TFLOP_S),
+        (128, 545 / H200_BF16_TFLOP_S),
         (192, 360 / H200_BF16_TFLOP_S),
         (256, 483 / H200_BF16_TFLOP_S),
     ),
@@ -53,7 +53,8 @@ NARROW = Shares(
 )
 """cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens; heads of 192 inside a step of DeepSeek-V2-Lite. The
 GEMMs of calibration.csv, in bursts of 15 ms, reach 744; in a step they follow one another and the card lowers its
-clock, so the rate is that of `matmul` below."""
+clock, so the rate is that of `matmul` below. Heads of 128 likewise: 635 and 596 in bursts, and what long_attention.csv
+has for seconds on end, at the power limit."""
 WIDE = Shares(
     products=51.69 / H200_FP32_TFLOP_S,
     product_s=20.9e-6,

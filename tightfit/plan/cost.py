@@ -42,6 +42,7 @@ from tightfit.plan.seconds.fp8 import fp8_more_s
 from tightfit.plan.seconds.groups import Group, make_group
 from tightfit.plan.seconds.launches import host_share, late_update_launch_s, launch_s, update_launch_s
 from tightfit.plan.seconds.layer import LayerTime, layer_time
+from tightfit.plan.seconds.long_kernels import long_kernels
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
 from tightfit.plan.seconds.overlap import exposed_s
@@ -224,6 +225,7 @@ class LayoutCost:
                 passes=PassSeconds(
                     whole.forward_s + waits.forward_s, whole.backward_s + again.seconds + waits.backward_s
                 ),
+                kernels=long_kernels(costs.workload.spec, self.layer, levers, again, self.layers),
                 launches=launches,
                 host_share=costs.host_share,
             ),

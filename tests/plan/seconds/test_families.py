@@ -23,8 +23,10 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.cost import Costs, LayoutCost
 from tightfit.plan.seconds.launches import late_update_launch_s, launch_s, layer_tensors, layer_vectors
+from tightfit.plan.seconds.long_kernels import long_kernels
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import head_filled_share
-from tightfit.plan.seconds.recompute import NONE
+from tightfit.plan.seconds.recompute import NONE, recompute
 
 H200 = parse_machine("H200")
 
@@ -119,14 +121,25 @@ def test_matrices_are_updated_inside_backward_and_vectors_after_it() -> None:
     assert times[1].optimizer_s - times[0].optimizer_s == pytest.approx(3.0 / plain_ms * late_s)
 
 
-def test_streamed_masters_wait_longer_beside_long_rows() -> None:
+def test_the_link_stands_still_while_a_layers_long_kernels_run() -> None:
+    """Masters wait for a multiprocessor, but for two pieces of them that may have arrived before."""
     levers = Levers(offload="weights", update_in_backward=True, checkpoint_every=1)
-    times = {}
-    for length in (8192, 32_768):
+    still = {}
+    for length in (2048, 32_768):
         asked = question("llama-3.1-8b", "H200", length, 1)
-        found = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
-        times[length] = found.offload._weights(levers)
-    pieces = (8.03e9 - 2 * 128_256 * 4096) / 2**22
-    longer_s = pieces * (32_768**2 - 8192**2)
-    assert times[32_768][0] - times[8192][0] == pytest.approx(9.8e-13 * longer_s, rel=0.01)
-    assert times[32_768][1] - times[8192][1] == pytest.approx(13.7e-13 * longer_s, rel=0.01)
+        cost = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
+        again = recompute(asked.workload, cost.layout, levers, cost.layer, 32)
+        kernels = long_kernels(asked.workload.spec, cost.layer, levers, again, 32)
+        still[length] = kernels.still(forward_ahead_s=0.6e-3, backward_ahead_s=3e-3)
+        passes = PassSeconds(cost.forward_s, cost.backward_s + again.seconds)
+        moving = cost.offload._moving(passes, kernels, casts_masters=True)
+        ahead_s = 2 * 2**22 * 4 / asked.machine.host_copy_bytes_s
+        expected = kernels.still(forward_ahead_s=ahead_s, backward_ahead_s=ahead_s)
+        assert moving == pytest.approx([whole - part for whole, part in zip(passes, expected, strict=True)])
+    attention_s, products = cost.layer.attention, cost.layer.products
+    each_s = [products.qkv_s, products.output_s, products.up_s / 2, products.up_s / 2, products.down_s]
+    forward_s = 32 * sum(max(0.0, seconds - 0.6e-3) for seconds in (attention_s.forward_s, *each_s))
+    again_s = sum(max(0.0, seconds - 3e-3) for seconds in (attention_s.forward_s, *each_s[:-1]))
+    backward_s = 32 * (attention_s.backward_s - 3e-3 + 2 * sum(max(0.0, s - 3e-3) for s in each_s) + again_s)
+    assert still[32_768] == pytest.approx((forward_s, backward_s))
+    assert still[2048] == (0.0, 0.0)  # nothing of a short row runs so long

@@ -26,12 +26,15 @@ from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import answer
 from tightfit.plan.cost import Costs, LayoutCost
 from tightfit.plan.seconds.launches import late_update_launch_s
+from tightfit.plan.seconds.long_kernels import LongKernels
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.steptime import StepTime
 
 ONE = Layout(micro_batch=1)
 ONE_BY_ONE = Levers(cuda_graph="never")
 CHECKPOINTED = Levers(checkpoint_every=1)
+SHORT = LongKernels(layers=1, forward_s=[], backward_s=[])
+"""Kernels that nothing waits for."""
 
 
 def frame(model: str, length: int, rows: int = 1, on: str = "H200", layout: Layout = ONE) -> LayoutCost:
@@ -149,7 +152,7 @@ def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
     cost = frame("qwen2.5-0.5b", 512)
     found, passing = cost.step(levers), cost.offload._states(levers)
     pieces_s = cost.offload.queued(levers).backward_s
-    without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes=PassSeconds())
+    without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes=PassSeconds(), kernels=SHORT)
     assert without == pytest.approx(max(passing.backward_s, pieces_s) + passing.after_s)
     updates_s = found.optimizer_s - late_update_launch_s(resolve_spec("qwen2.5-0.5b"), layers=24)
     host_backward_s = found.launch_s - (host_forward_s(cost) - cost.forward_s) + cost.backward_s + updates_s
@@ -171,7 +174,9 @@ def test_deferred_states_pass_beside_the_next_forward_pass() -> None:
     assert share == pytest.approx(deferred / layers, rel=1e-3)
 
     def exposed_s(forward_s: float, backward_s: float) -> float:
-        return cost.offload.step_s(levers, checkpoint_bytes=0.0, passes=PassSeconds(forward_s, backward_s))
+        return cost.offload.step_s(
+            levers, checkpoint_bytes=0.0, passes=PassSeconds(forward_s, backward_s), kernels=SHORT
+        )
 
     queued = cost.offload.queued(levers)
     assert queued.forward_s < states.forward_s

@@ -1,7 +1,12 @@
 """Attention: its pairs of tokens, and its tokens, which cost as much as so many keys each (hardware/efficiency.py).
 
 Causal attention takes 4 × pairs × query width operations forward, and 2.5 times that backward, as flash attention
-computes the scores again.
+computes the scores again. Forward reads all keys and values of a head for each block of queries: what of them the L2
+cache does not hold comes from memory again and again,
+
+    missed = max(0, 1 − L2 / (4 bytes · length · head size))      forward · (1 + 0.22 · missed)
+
+which is what rows of 131 072 to 524 288 tokens take on an H200 (long_attention.csv).
 """
 
 from functools import cache
@@ -11,6 +16,9 @@ from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.rates import AttentionRates, Rates
 
 BACKWARD_WORK = 2.5
+L2_BYTES = 50e6
+"""An H100's and an H200's; cards of other generations have 6 to 128 MB."""
+MISSED_MORE = 0.22
 
 
 @cache
@@ -26,12 +34,13 @@ def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_le
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
+    missed = max(0.0, 1 - L2_BYTES / (4 * sequence_length * spec.head_dim))
     forward_s = backward_s = 0.0
     for share, row_pairs, kernel in _kernels(spec, rates, sequence_length):
         pairs = tokens / sequence_length * row_pairs
         forward_flops = pair_flops * (pairs + tokens * kernel.forward_token_keys / 2)
         backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * kernel.backward_token_keys / 2)
-        forward_s += share * forward_flops / kernel.forward_flop_s
+        forward_s += share * forward_flops / kernel.forward_flop_s * (1 + MISSED_MORE * missed)
         backward_s += share * backward_flops / kernel.backward_flop_s
     return PassSeconds(forward_s, backward_s)
 

@@ -10,6 +10,9 @@ whose states nothing hides. States pass both ways at once, each slower than one 
 This is a run of many steps: where each step is waited for by itself, nothing is hidden behind the next forward pass.
 The host queues each piece's copies and its update in the pass that they belong to, beside the layers' launches: where
 matrices are small and many, that takes longer than the link.
+
+States are updated and masters cast by kernels, which wait for the layers' long ones (long_kernels.py). The link stands
+still meanwhile, but for what nothing is computed from on arrival: checkpoints, and weights that have no masters.
 """
 
 from dataclasses import dataclass
@@ -22,18 +25,21 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import state_format
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, PIECE_ELEMENTS, offloads_states, offloads_weights
+from tightfit.levers.policy.offload import (
+    IN_FLIGHT_BYTES,
+    MASTER_SLOTS,
+    PIECE_ELEMENTS,
+    STATE_SLOTS,
+    offloads_states,
+    offloads_weights,
+)
 from tightfit.memory.formulas.states import kept_weights, offloaded_bytes, passing_bytes
+from tightfit.plan.seconds.long_kernels import LongKernels
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import layer_linears
 
 NO_LAUNCHES = PassSeconds()
-FORWARD_WAIT_S, BACKWARD_WAIT_S = 9.8e-13, 13.7e-13
-"""Per squared length of a row, for each piece of streamed masters: what its cast waits for a multiprocessor.
-
-Attention's blocks take as long as rows are, and their share of a layer grows with them too (family_truth.csv, four
-layers of 8B at 32 768 tokens: 1.05 ms a piece)."""
 
 
 def offload_launch(levers: Levers) -> Launch | None:
@@ -58,40 +64,61 @@ class OffloadTime:
         *,
         checkpoint_bytes: float,
         passes: PassSeconds,
+        kernels: LongKernels,
         launches: PassSeconds = NO_LAUNCHES,
         host_share: float = 1.0,
     ) -> float:
         """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes`.
 
-        `passes` is what its forward and backward take, which hides copies; `launches` what launching them takes the
-        host.
+        `passes` is what its forward and backward take, which hides copies, `kernels` are what they launch, and
+        `launches` is what launching takes the host.
         """
         sent_bytes = checkpoint_bytes
         if levers.checkpoint_host_bytes is not None:
             sent_bytes = min(checkpoint_bytes, levers.checkpoint_host_bytes)
         checkpoints_s = sent_bytes / self._one_way_bytes_s if levers.offload_checkpoints else 0.0
-        weights = self._weights(levers)
-        forward_left_s = max(0.0, max(checkpoints_s, weights.forward_s) - passes.forward_s)
-        backward_left_s = max(0.0, checkpoints_s + weights.backward_s - passes.backward_s)
+        weights, casts_masters = self._weights(levers), offloads_weights(levers) and self.workload.has_masters
+        cast = weights if casts_masters else PassSeconds()
+        moving = self._moving(passes, kernels, casts_masters=casts_masters)
+        forward_link_s, backward_link_s = max(checkpoints_s, weights.forward_s), checkpoints_s + weights.backward_s
+        left_s = max(0.0, forward_link_s - passes.forward_s, cast.forward_s - moving.forward_s)
+        left_s += max(0.0, backward_link_s - passes.backward_s, cast.backward_s - moving.backward_s)
         if not offloads_states(levers):
-            return self.micro_batches * (forward_left_s + backward_left_s)
+            return self.micro_batches * left_s
         states, queued = self._states(levers), self.queued(levers)
+        moving = self._moving(passes, kernels, casts_masters=casts_masters, states=states)
         forward_host_s = launches.forward_s + host_share * queued.forward_s
         backward_host_s = launches.backward_s + host_share * queued.backward_s
         forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
         backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
-        sent_backward_s = (1 - states.deferred_share) * passes.backward_s  # from where states are sent at once
+        sent_backward_s = (1 - states.deferred_share) * moving.backward_s  # from where states are sent at once
         with_states_s = (
-            max(0.0, max(forward_link_s, forward_host_s) - passes.forward_s)
+            max(
+                0.0,
+                max(forward_link_s, forward_host_s) - passes.forward_s,
+                cast.forward_s + states.forward_s - moving.forward_s,
+            )
             + max(
                 0.0,
                 max(backward_link_s, backward_host_s) - passes.backward_s,
+                cast.backward_s + states.backward_s - moving.backward_s,
                 states.backward_s - sent_backward_s,
-                states.head_s - states.deferred_share * passes.backward_s,
+                states.head_s - states.deferred_share * moving.backward_s,
             )
             + states.after_s
         )
-        return (self.micro_batches - 1) * (forward_left_s + backward_left_s) + with_states_s
+        return (self.micro_batches - 1) * left_s + with_states_s
+
+    def _moving(
+        self, passes: PassSeconds, kernels: LongKernels, *, casts_masters: bool, states: "_StateTraffic | None" = None
+    ) -> PassSeconds:
+        """What of both passes states and masters pass in."""
+        ahead_s = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES / self._one_way_bytes_s if casts_masters else 0.0
+        still = kernels.still(
+            forward_ahead_s=max(ahead_s, states.ahead_s) if states and states.forward_s else ahead_s,
+            backward_ahead_s=max(ahead_s, states.ahead_s) if states and states.backward_s else ahead_s,
+        )
+        return PassSeconds(max(0.0, passes.forward_s - still.forward_s), max(0.0, passes.backward_s - still.backward_s))
 
     def queued(self, levers: Levers) -> PassSeconds:
         """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
@@ -120,21 +147,15 @@ class OffloadTime:
         return self.machine.host_copy_bytes_s
 
     def _weights(self, levers: Levers) -> PassSeconds:
-        """Seconds to fetch the layers' weights for forward, and again for backward.
-
-        Masters come a piece at a time and are cast on arrival. The cast waits for a running block of the step's
-        kernels to end, and the next piece for the cast; attention's blocks take as long as rows are.
-        """
+        """Seconds to fetch the layers' weights, or their masters, for forward, and again for backward."""
         if not offloads_weights(levers):
             return PassSeconds()
         workload = self.workload
         each_bytes = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes
         layers = min(self._offloaded(levers), self.params.owned - self.params.owned_ends)
         copied_s = layers * each_bytes / self._one_way_bytes_s
-        if not workload.has_masters:
-            return PassSeconds(copied_s, copied_s)
-        waited_s = layers / PIECE_ELEMENTS * workload.sequence_length**2
-        return PassSeconds(copied_s + FORWARD_WAIT_S * waited_s, copied_s + BACKWARD_WAIT_S * waited_s)
+        beside_states_s = copied_s / self.efficiency.link_both_ways  # which leave while weights come
+        return PassSeconds(copied_s, beside_states_s if levers.update_in_backward else copied_s)
 
     def _states(self, levers: Levers) -> "_StateTraffic":
         """When the states of offloaded weights pass: the embedding's last, deferred ones in the next forward pass."""
@@ -142,9 +163,10 @@ class OffloadTime:
         kept = self.params.owned - offloaded  # the vocabulary's matrices are kept first
         embedding = max(0.0, self.params.owned_embedding - kept)
         each_s = self._states_s(levers, offloaded) / max(1.0, offloaded)
+        ahead_s = STATE_SLOTS / 2 * PIECE_ELEMENTS * each_s  # the other half of the ring is on its way out
         if not levers.update_in_backward:
             forward_s, last_s = max(0.0, offloaded - embedding) * each_s, min(offloaded, embedding) * each_s
-            return _StateTraffic(forward_s=forward_s, backward_s=0.0, after_s=last_s)
+            return _StateTraffic(forward_s=forward_s, backward_s=0.0, after_s=last_s, ahead_s=ahead_s)
         waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
         updated_bytes = FLOAT32_BYTES if self.workload.updates_wide else self.workload.weight_bytes
         last = min(offloaded, embedding)
@@ -156,6 +178,7 @@ class OffloadTime:
             forward_s=deferred * each_s,
             backward_s=(offloaded - deferred - last) * each_s,
             after_s=last * each_s,
+            ahead_s=ahead_s,
             deferred_share=min(1.0, deferred / in_layers),
             head_s=head * each_s if is_large else 0.0,
         )
@@ -190,6 +213,8 @@ class _StateTraffic:
     forward_s: float
     backward_s: float
     after_s: float
+    ahead_s: float
+    """Of copies that the ring takes before an update is made."""
     deferred_share: float = 0.0
     """Of the layers: the last ones, whose states pass in the next forward pass."""
     head_s: float = 0.0
