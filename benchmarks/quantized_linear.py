@@ -27,6 +27,7 @@ from benchmarks.rows import RESULTS, append_row
 from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
 from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.packed_rows import by_group
 from tightfit.kernels.packing import pack_tiles
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
 from tightfit.models.quantized.ranges import fit_grid
@@ -45,10 +46,10 @@ MOST_SECONDS = 0.5
 
 
 def coded(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Words, scales and zero points of a matrix rounded to nearest."""
+    """Words, scales and zero points of a matrix rounded to nearest, as a server holds them."""
     made = fit_grid(weight.float(), scheme).code(weight.float())
-    zero = None if made.zero is None else made.zero.to(torch.uint8)
-    return pack_tiles(made.codes, scheme.bits), made.scale.to(torch.float16), zero
+    zero = None if made.zero is None else by_group(made.zero.to(torch.uint8))
+    return pack_tiles(made.codes, scheme.bits), by_group(made.scale.to(torch.float16)), zero
 
 
 def products(weight: Tensor, group: int) -> dict[str, Made]:

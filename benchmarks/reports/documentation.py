@@ -34,7 +34,7 @@ from benchmarks.reports.context_rows import longest_row_lines, longest_rows
 from benchmarks.reports.layers import classic_rows, layer_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
 from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows, sustained_rows
-from benchmarks.reports.products import product_rows, products_measured
+from benchmarks.reports.products import block_rows, blocks_measured, product_rows, products_measured
 from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
 from benchmarks.reports.scale import plan_rows, published_rows, stage_rows, time_rows
@@ -282,6 +282,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "step-profile": lambda: markdown_table(*profile_rows(RESULTS / "step_profile.csv")),
     "sparse-products": lambda: markdown_table(*sparse_rows(RESULTS / "sparse_graphs.csv")),
     "packed-products": lambda: f"{markdown_table(*product_rows(RESULTS))}\n\n{products_measured(RESULTS)}",
+    "packed-blocks": lambda: f"{markdown_table(*block_rows(RESULTS))}\n\n{blocks_measured(RESULTS)}",
     "accelerators": lambda: markdown_table(*accelerator_rows()),
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),

@@ -31,7 +31,7 @@ from tightfit.kernels.operators import finish_counters, multiprocessors, on_devi
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.packed_rows import has_lop3
 from tightfit.kernels.packing import STRIP_ROWS, has_strips
-from tightfit.kernels.triton_support import HAS_TRITON, at_most, is_interpreted, tl, triton
+from tightfit.kernels.triton_support import HAS_TRITON, is_interpreted, tl, triton
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -42,17 +42,9 @@ BITS = 4
 MOST_ROWS = 256
 LEAST_OUTPUTS = 128
 """Of a program: its zero points of a tile are bytes, and end where the next tile's may begin."""
+LEAST_TILES = 4
+"""Of a share of the inputs."""
 Scaled = Literal["sums", "weights"]
-
-
-RULE: dict[int, tuple[int, int, int, Scaled]] = {
-    16: (4, 4, 2, "sums"),
-    32: (3, 4, 2, "sums"),
-    64: (3, 4, 2, "sums"),
-    128: (3, 8, 1, "sums"),
-    256: (3, 8, 1, "weights"),
-}
-"""For a program's rows of x: blocks read ahead, warps, programs of a processor, where scales are applied."""
 
 
 class Blocks(NamedTuple):
@@ -65,6 +57,11 @@ class Blocks(NamedTuple):
     stages: int
     warps: int
     scaled: Scaled
+
+
+RULE: dict[int, tuple[int, Scaled]] = {16: (4, "sums"), 32: (3, "sums"), 64: (4, "sums"), 128: (3, "weights")}
+"""For a program's rows of x: blocks read ahead, and where scales are applied."""
+INTERPRETED = Blocks(block_m=16, block_n=16, split=2, stages=1, warps=4, scaled="sums")
 
 
 def takes_blocks(rows: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> bool:
@@ -232,21 +229,13 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 def blocks_for(M: int, N: int, K: int, processors: int) -> Blocks:
-    """As measured on an H200 (benchmarks/packed_blocks.py): as many programs as its processors have room for."""
-    if is_interpreted():
-        return Blocks(block_m=16, block_n=16, split=2 if K > TILE else 1, stages=1, warps=4, scaled="sums")
-    block_m = min(max(triton.next_power_of_2(M), 16), max(RULE))
-    stages, warps, each, scaled = RULE[block_m]
-    programs = triton.cdiv(N, LEAST_OUTPUTS) * triton.cdiv(M, block_m)
-    split = max(1, min(processors * each // programs, K // TILE // 4))
-    return Blocks(block_m, LEAST_OUTPUTS, split, stages, warps, scaled)
-
-
-def registers(blocks: Blocks) -> int | None:
-    """The most a thread may have, where a thread's sums leave room for two programs of eight warps on a processor: what
-    shares the inputs asks for more where it adds up, after the loop, and spills few there."""
-    sums = blocks.block_m * blocks.block_n * (2 if blocks.scaled == "sums" else 1) // (32 * blocks.warps)
-    return 128 if blocks.warps == 8 and sums <= 64 and not is_interpreted() else None
+    """As measured on an H200 (benchmarks/packed_blocks.py): two programs of four warps on each processor, where one's
+    codes become weights while the other one's are multiplied."""
+    block_m = 16 if M <= 16 else 32 if M <= 32 else 64 if M <= 128 else 128
+    stages, scaled = RULE[block_m]
+    programs = -(-N // LEAST_OUTPUTS) * -(-M // block_m)
+    split = max(1, min(2 * processors // programs, K // TILE // LEAST_TILES))
+    return Blocks(block_m, LEAST_OUTPUTS, split, stages, warps=4, scaled=scaled)
 
 
 def launch_blocks(
@@ -284,7 +273,6 @@ def launch_blocks(
             OVERLAP=overlap,
             ASSEMBLED=has_lop3(),
             num_warps=blocks.warps,
-            **at_most(registers(blocks)),
             **pdl(overlap),
         )
     return y
@@ -302,7 +290,8 @@ def _constants_of(constants: Tensor, block_n: int) -> Any:
 
 
 def _run(x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, overlap: bool) -> Tensor:
-    blocks = blocks_for(len(x), words.shape[0], x.shape[1], multiprocessors(x.device))
+    (M, K), N = x.shape, words.shape[0]
+    blocks = INTERPRETED if is_interpreted() else blocks_for(M, N, K, multiprocessors(x.device))
     return launch_blocks(x, words, scale, zero, group, blocks, overlap)
 
 
