@@ -39,9 +39,9 @@ from tightfit.plan.seconds.context import context_ring, head_exchange_s
 from tightfit.plan.seconds.data import DataTraffic, data_traffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
-from tightfit.plan.seconds.groups import Group, make_group
+from tightfit.plan.seconds.groups import Group
 from tightfit.plan.seconds.launches import host_share, late_update_launch_s, launch_s, update_launch_s
-from tightfit.plan.seconds.layer import LayerTime, layer_time
+from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
 from tightfit.plan.seconds.overlap import exposed_s
@@ -86,14 +86,14 @@ class Costs:
         """`size` ranks that lie `stride` apart."""
         key = (stride, size)
         if key not in self._groups:
-            self._groups[key] = make_group(self.machine, stride, size)
+            self._groups[key] = Group(self.machine, stride, size)
         return self._groups[key]
 
     def layer(self, layout: Layout) -> LayerTime:
         """One layer under `layout`."""
         key = tokens_key(layout)
         if key not in self._layers:
-            self._layers[key] = layer_time(self.workload, self.rates, layout)
+            self._layers[key] = LayerTime(self.workload, self.rates, layout)
         return self._layers[key]
 
     def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
