@@ -45,9 +45,8 @@ from tightfit.plan.seconds.launches import host_share, late_update_launch_s, lau
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
-from tightfit.plan.seconds.overlap import exposed_s
 from tightfit.plan.seconds.parameters import RankParams, model_params, rank_params
-from tightfit.plan.seconds.passes import PassSeconds
+from tightfit.plan.seconds.passes import PassSeconds, exposed_s
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
@@ -251,11 +250,10 @@ class LayoutCost:
 
     def _compute(self, levers: Levers) -> PassSeconds:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
-        costs, tensor = self.costs, self.layout.tensor
-        engine = costs.workload.engine
-        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
-        tiled = tiled_more_s(costs.workload, costs.rates, self.layer, levers, tensor=tensor)
-        plain = levers.loss == "plain" or engine.passes.logits is not None
+        costs, workload, tensor = self.costs, self.costs.workload, self.layout.tensor
+        fp8 = fp8_more_s(workload, costs.machine, costs.efficiency, self.layer, levers, tensor=tensor)
+        tiled = tiled_more_s(workload, costs.rates, self.layer, levers, tensor=tensor)
+        plain = levers.loss == "plain" or workload.engine.passes.logits is not None
         plain_loss_s = self.layer.plain_loss_more_s if plain else 0.0
         return PassSeconds(
             self.forward_s + self.layers * (fp8.forward_s + tiled.forward_s),

@@ -8,7 +8,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs
 from tightfit.plan.seconds.context import MERGED_SHARE, Ring, exchanged_numbers, head_exchange_s
 from tightfit.plan.seconds.groups import CALL_S, Group
-from tightfit.plan.seconds.overlap import CONTENTION
+from tightfit.plan.seconds.passes import CONTENTION
 
 BYTES_S = 3e12
 

@@ -16,8 +16,8 @@ Groups that each hold a copy (`shard_inside`) add up their shards once a step; n
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.groups import MakeGroup
-from tightfit.plan.seconds.overlap import exposed_s
 from tightfit.plan.seconds.parameters import RankParams
+from tightfit.plan.seconds.passes import exposed_s
 
 
 class DataTraffic:
