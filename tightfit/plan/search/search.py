@@ -143,7 +143,7 @@ class _Search:
         best: Candidate | None = None
         for layout in (each for family in self.families for each in self.space.leanest(family)):
             for levers in self._strongest(layout):
-                least = self.pricing.least_shortage_bytes(layout, levers, self.share)
+                least = self._shortage(self.pricing.least(layout, levers))
                 if best is None or least <= self._shortage(best):
                     tried = self.pricing.candidate(layout, levers)
                     best = min((best or tried, tried), key=lambda each: (self._shortage(each), each.step_s))
