@@ -61,7 +61,8 @@ def test_a_group_takes_what_was_measured() -> None:
     assert group.all_reduce_s(payload_bytes) == pytest.approx(0.15, rel=0.01)
     assert group.all_to_all_s(payload_bytes) == pytest.approx(0.075, rel=0.01)
     assert group.all_gather_s(0) == pytest.approx(38.4e-6)
-    assert Group(replace(machine, calibration=MEASURED), 1, 4) == Group(machine, 1, 4)
+    uncalibrated = Group(replace(machine, calibration=MEASURED), 1, 4)
+    assert vars(uncalibrated) == vars(Group(machine, 1, 4))
 
 
 TOPOLOGY = """
