@@ -18,7 +18,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.groups import MakeGroup
-from tightfit.plan.seconds.overlap import with_contention_s
+from tightfit.plan.seconds.passes import with_contention_s
 
 MERGE_BYTES = 2 * 4 + 2
 """Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
