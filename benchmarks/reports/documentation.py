@@ -33,7 +33,14 @@ from benchmarks.reports.compression import (
 from benchmarks.reports.context_rows import longest_row_lines, longest_rows
 from benchmarks.reports.layers import classic_rows, layer_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
-from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows, sustained_rows
+from benchmarks.reports.planning import (
+    accelerator_rows,
+    efficiency_rows,
+    example_rows,
+    export_rows,
+    link_rows,
+    sustained_rows,
+)
 from benchmarks.reports.products import product_rows, products_measured
 from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
@@ -286,6 +293,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),
     "plan-examples": lambda: markdown_table(*example_rows()),
+    "export-checks": lambda: markdown_table(*export_rows(RESULTS / "export_checks.csv")),
     "plan-output": plan_output,
     "plan-summary": plan_summary,
     "classic-layer": lambda: markdown_table(*classic_rows()),
