@@ -48,8 +48,8 @@ CASES = {
     "2d-recomputed": CheckTarget(SPECS["gemma"], SQUARE, Levers(checkpoint_every=1), passes=2),
     "3d-recomputed": CheckTarget(SPECS["gemma"], CUBE, Levers(checkpoint_every=1), passes=2),
     **{
-        f"2d-zero-{zero}": CheckTarget(SPECS["biases"], SQUARE.model_copy(update={"data": 2, "zero": zero}))
-        for zero in (0, 1, 3)
+        f"2d-zero-{zero}-{name}": CheckTarget(SPECS[name], SQUARE.model_copy(update={"data": 2, "zero": zero}))
+        for zero, name in ((0, "biases"), (1, "biases"), (3, "llama"), (3, "biases"))
     },
 }
 

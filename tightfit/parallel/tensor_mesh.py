@@ -161,6 +161,8 @@ def _use_blocks(model: Decoder, blocks: Blocks) -> None:
     """Replace what decoder and layers do with whole tensors."""
     whole = MeshDecoder(model, blocks)
     own: Any = vars(model)
+    # Of the module: FSDP2 gathers the shards of an untied embedding around its forward.
+    model.embed.forward = partial(_embed, model, blocks)
     own["token_positions"] = whole.token_positions
     own["embed_tokens"] = whole.embed_tokens
     own["forward_context"] = whole.forward_context
@@ -181,6 +183,13 @@ def _use_in_attention(attention: Any, blocks: Blocks, kv_heads: int) -> None:
     if attention.joint_norm and attention.q_norm is not None:
         for norm in (attention.q_norm, attention.k_norm):
             norm.forward = partial(_norm, norm, blocks.heads)
+
+
+def _embed(model: Decoder, blocks: Blocks, tokens: Tensor) -> Tensor:
+    """This rank's columns of its words, and zeros for the others."""
+    rows = model.impl.vocabulary
+    assert rows is not None
+    return embed_own_rows(tokens, blocks.columns(model.embed.weight), rows)
 
 
 def _norm(norm: Any, axis: DeviceMesh, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -241,10 +250,8 @@ class MeshDecoder:
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The block of the residual stream: this rank's rows and columns of it."""
         model, axes = self.model, self.blocks.axes
-        vocabulary = model.impl.vocabulary
-        assert vocabulary is not None
         every_row = self._parts(tokens).unflatten(0, (axes.depth.size(), -1))[axes.depth.get_local_rank()].flatten(0, 1)
-        found = embed_own_rows(every_row, self.blocks.columns(model.embed.weight), vocabulary)
+        found = model.embed(every_row)
         x = reduce_scatter(found, axes.row.get_group()).view(-1, tokens.shape[1], found.shape[-1])
         if model.spec.embedding_scale != 1.0:
             x = x * x.new_full((), model.spec.embedding_scale)
