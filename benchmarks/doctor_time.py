@@ -1,4 +1,4 @@
-"""How long `tightfit doctor` takes on CPU processes, from the command to its verdict, on a machine it does not know yet.
+"""How long `tightfit doctor` takes on CPU processes, from the command to the verdict, on a machine new to it.
 
 Everything is examined and one device measured, as on the first day. A row for each number of ranks goes to
 benchmarks/results/doctor_time.csv, with the splits that were checked and those that no time was left for.

@@ -144,6 +144,24 @@ def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
 
 
+def doctor_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest row of each number of ranks, from what benchmarks/doctor_time.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {int(row["ranks"]): row for row in csv.DictReader(file)}
+    rows = [
+        (
+            str(ranks),
+            row["cores"],
+            row["splits"],
+            row["left_out"] or "none",
+            f"{row['wall_s']} s",
+            "healthy" if row["healthy"] == "True" else "not healthy",
+        )
+        for ranks, row in sorted(newest.items())
+    ]
+    return ("ranks", "cores", "splits checked", "left out", "took", "verdict"), rows
+
+
 def job_fields() -> str:
     """Every field of a job file."""
     rows = [(f"`{row.path}`", row.type, f"`{row.default}`", row.meaning) for row in field_rows()]
@@ -313,6 +331,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "pipeline-curves": lambda: markdown_table(*flushed_rows(RESULTS / "pipeline_convergence.csv")),
     "pipeline-flow": lambda: markdown_table(*flow_rows(RESULTS / "pipeline_flow.csv")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
+    "doctor-time": lambda: markdown_table(*doctor_rows(RESULTS / "doctor_time.csv")),
     "sustained": lambda: markdown_table(*sustained_rows()),
     "step-errors": lambda: markdown_table(*step_error_rows([TRUTH, LEVERS_TRUTH, FAMILY_TRUTH])),
     "family-truth": lambda: f"{markdown_table(*truth_rows(FAMILY_TRUTH))}\n\n{measured_on(FAMILY_TRUTH)}",

@@ -12,6 +12,7 @@ from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import LayerVisit
 from tightfit.memory.formulas.story import StepMoment, fullest
+from tightfit.memory.formulas.tensor_mesh import cubic_table_bytes
 
 SMALL_EMBEDDING_TOKENS = 3072
 ROWS_PER_PARTIAL = 10
@@ -38,6 +39,8 @@ def forward(rank: RankMemory) -> list[StepMoment]:
     at_start = {**rank.throughout, "earlier_gradients": max(gradients.from_last_step_bytes, gradients.earlier_bytes)}
     if rank.resident.staging:
         moments.append(StepMoment(**at_start))
+    if rank.stage.span.has_embedding and (table_bytes := cubic_table_bytes(rank.shape)):
+        moments.append(StepMoment(**at_start, at_work=table_bytes))
     if weights.zero:
         moments.append(_last_gathering(rank))
     if weights.zero == 3:
@@ -193,7 +196,7 @@ def _at_embedding(rank: RankMemory) -> StepMoment:
         working_weights=rank.weights.at_embedding(),
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
-        activation_gradients=rank.shape.stream_bytes,
+        activation_gradients=rank.shape.stream_bytes + cubic_table_bytes(rank.shape),
         kernel_workspace=_embedding_sums(rank),
         reduce_scatter=rank.weights.previous_reduction(None),
     )

@@ -9,7 +9,8 @@ mesh gather q times what a rank has of both operands and scatter q times its res
     S, I: stream and MLP columns of a rank    down's backward: dY q S, its input q I, the input's gradient q I and I
     W: a gathered matrix, twice               gate and up's: their input q S, both gradients 2 q I, dX q S and S
 
-Not counted: the float32 temporaries of norms, which are no fused kernels on a mesh, but smaller than these.
+The embedding gathers its columns over depth ranks, forward and backward, which is most of a first stage's. Not counted:
+the float32 temporaries of norms, which are no fused kernels on a mesh, but smaller than these.
 """
 
 from typing import NamedTuple
@@ -40,6 +41,13 @@ def cubic_mlp(shape: LocalShape) -> CubicMlp | None:
         down_backward_bytes=side * stream_bytes + (2 * side + 1) * inner_bytes + weight_bytes,
         up_backward_bytes=(2 * side + 1) * stream_bytes + spec.up_projections * (side * inner_bytes + weight_bytes),
     )
+
+
+def cubic_table_bytes(shape: LocalShape) -> int:
+    """An embedding on a 3D mesh with the columns of all its depth ranks, as they come and in order; 0 on others."""
+    if not shape.mesh_ranks or shape.mesh_ranks != shape.tensor**3:
+        return 0
+    return 2 * shape.columns(shape.spec.vocab_size) * shape.columns(shape.spec.hidden_size) * shape.element_bytes
 
 
 def gathered_head_bytes(shape: LocalShape) -> int:
