@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.group import Group
+from tightfit.kernels.partial_attention import attend_part, attend_part_backward
 from tightfit.parallel import ring
 
 Make = Callable[[int], Group]
@@ -66,8 +67,8 @@ def timelines() -> tuple[list[list[torch.dtype]], list[list[torch.dtype]]]:
     assert world is not None
     with (
         patch.object(dist, "batch_isend_irecv", line.sending(dist.batch_isend_irecv)),
-        patch.object(ring, "attend_part", line.attending(ring.attend_part)),
-        patch.object(ring, "attend_part_backward", line.attending(ring.attend_part_backward)),
+        patch.object(ring, "attend_part", line.attending(attend_part)),
+        patch.object(ring, "attend_part_backward", line.attending(attend_part_backward)),
     ):
         out: Tensor = ring.ring_attention(query, key, value, None, world, scale=0.5)
         forward, line.during = line.during, []
