@@ -30,7 +30,7 @@ from benchmarks.reports.compression import (
     static_rows,
     static_text,
 )
-from benchmarks.reports.context_rows import longest_row_lines, longest_rows
+from benchmarks.reports.context_rows import longest_row_lines, longest_rows, segment_rows
 from benchmarks.reports.layers import classic_rows, layer_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
 from benchmarks.reports.planning import (
@@ -142,6 +142,21 @@ def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         for name, row in newest_of_schedules(path).items()
     ]
     return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
+
+
+def default_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest run of the default job under each schedule, from what benchmarks/pipeline_default.py wrote."""
+    rows = [
+        (
+            f"`{name}`",
+            row["steps"],
+            f"{float(row['final_loss']):.3f}",
+            f"{float(row['held_out_loss']):.3f}",
+            f"{float(row['held_out_above_first']):+.3f}",
+        )
+        for name, row in newest_of_schedules(path).items()
+    ]
+    return ("schedule", "steps", "loss of the last 20", "held-out loss", "above `1f1b`"), rows
 
 
 def doctor_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -329,6 +344,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
     "pipeline-curves": lambda: markdown_table(*flushed_rows(RESULTS / "pipeline_convergence.csv")),
+    "pipeline-default": lambda: markdown_table(*default_rows(RESULTS / "pipeline_default.csv")),
     "pipeline-flow": lambda: markdown_table(*flow_rows(RESULTS / "pipeline_flow.csv")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
     "doctor-time": lambda: markdown_table(*doctor_rows(RESULTS / "doctor_time.csv")),
@@ -358,6 +374,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         [markdown_table(*speed_rows(RESULTS)), f"{behind_text(RESULTS)} {speed_commits(RESULTS)}"]
     ),
     "context-rows": lambda: markdown_table(*longest_rows(RESULTS)),
+    "context-segments": lambda: markdown_table(*segment_rows(RESULTS)),
     "context-row-lines": lambda: markdown_table(*longest_row_lines(RESULTS)),
 }
 
