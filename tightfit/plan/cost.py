@@ -132,7 +132,8 @@ class LayoutCost:
         self.backward_s = max(self.layers * layer.backward_s, with_head_backward_s)
 
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
-        self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
+        splits_stream = layout.sequence_parallel or layout.tensor_mesh != "1d"
+        self.stream_bytes = hidden_bytes / (tensor if splits_stream else 1)
         self.tensor = self._tensor_traffic(counts, hidden_bytes)
         context = {"tokens": layer.tokens, "bytes_s": costs.rates.bytes_s}
         exchange_s = head_exchange_s(costs.group, workload, layout, **context)
@@ -162,8 +163,15 @@ class LayoutCost:
         if layout.tensor_mesh == "1d":
             return tensor_traffic(costs.group(1, layout.tensor), layout, counts, hidden_bytes)
         messages = MeshMessages(workload.spec, layout, self.layer.tokens)
-        number_bytes, bytes_s = workload.weight_bytes, costs.rates.bytes_s
-        return mesh_traffic(costs.group, layout, messages, number_bytes=number_bytes, bytes_s=bytes_s)
+        return mesh_traffic(
+            costs.group,
+            layout,
+            messages,
+            counts,
+            params=self.params.dense,
+            number_bytes=workload.weight_bytes,
+            bytes_s=costs.rates.bytes_s,
+        )
 
     def _step(self, levers: Levers) -> StepTime:
         """One optimizer step with `levers`."""

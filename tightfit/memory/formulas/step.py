@@ -38,6 +38,8 @@ def forward(rank: RankMemory) -> list[StepMoment]:
     at_start = {**rank.throughout, "earlier_gradients": max(gradients.from_last_step_bytes, gradients.earlier_bytes)}
     if rank.resident.staging:
         moments.append(StepMoment(**at_start))
+    if rank.stage.span.has_embedding and (table_bytes := _cubic_table_bytes(rank.shape)):
+        moments.append(StepMoment(**at_start, at_work=table_bytes))
     if weights.zero:
         moments.append(_last_gathering(rank))
     if weights.zero == 3:
@@ -203,7 +205,7 @@ def _at_embedding(rank: RankMemory) -> StepMoment:
         working_weights=rank.weights.at_embedding_bytes,
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
-        activation_gradients=rank.shape.stream_bytes,
+        activation_gradients=rank.shape.stream_bytes + _cubic_table_bytes(rank.shape),
         kernel_workspace=_embedding_sums(rank),
         reduce_scatter=rank.weights.previous_reduction(None),
     )
@@ -296,3 +298,10 @@ def _widened_bytes(rank: RankMemory) -> int:
         FLOAT32_BYTES * max(stage.last_layer_matrices) - freed_bytes * embedding,
         (FLOAT32_BYTES - freed_bytes) * bucket,
     )
+
+
+def _cubic_table_bytes(shape: LocalShape) -> int:
+    """An embedding on a 3D mesh with the columns of all its depth ranks, as they come and in order; 0 on others."""
+    if not shape.mesh_ranks or shape.mesh_ranks != shape.tensor**3:
+        return 0
+    return 2 * shape.columns(shape.spec.vocab_size) * shape.columns(shape.spec.hidden_size) * shape.element_bytes

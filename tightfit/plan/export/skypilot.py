@@ -1,7 +1,8 @@
 """A training plan as a SkyPilot task: `sky launch skypilot.yaml --env DATA=… ` finds the machines and runs it.
 
 The plan travels as a file beside the task. SkyPilot tells every node the addresses of all; the first is where they
-meet. Variables that the plan leaves open are `envs` of the task.
+meet. Variables that the plan leaves open are `envs` of the task without values: `sky` asks for these before it rents
+anything.
 """
 
 from pathlib import Path
@@ -31,7 +32,7 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
         "setup": f"{launch.INSTALL}\n",
     }
     if names := launch.open_names(plan):
-        task["envs"] = dict.fromkeys(names, "")
+        task["envs"] = dict.fromkeys(names)
     lines = ["set -euo pipefail", *launch.asked_lines(plan)]
     if machine.nodes > 1:
         lines.append('HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)')
