@@ -9,6 +9,7 @@ from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
 from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.levers.policy.updates import BUCKET_BYTES, FACTORED_CHUNK_ELEMENTS
 from tightfit.memory.formulas.gradients import has_buckets
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import LayerVisit
 from tightfit.memory.formulas.story import StepMoment, fullest
