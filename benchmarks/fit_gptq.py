@@ -30,7 +30,7 @@ from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.shards import prepare_text
 
 TABLE = "fit_gptq"
-UNIFORM = ((3, 1), (3, 2), (4, 1), (4, 2), (5, 1))
+UNIFORM = ((4, 1), (3, 2), (5, 1), (4, 2), (3, 1))
 """Widths, and by how much the group is smaller than the usual one."""
 
 
@@ -119,7 +119,8 @@ def main() -> None:
         if f"uniform {name}" not in done:
             coder.measure(f"uniform {name}", same, group // share)
         if f"chosen as {name}" not in done:
-            coder.measure(f"chosen as {name}", best_mix(parts, rows, found, group, same.bytes), group)
+            chosen = best_mix(parts, rows, found, group, same.bytes)
+            coder.measure(f"chosen as {name}", chosen, group)
 
 
 if __name__ == "__main__":
