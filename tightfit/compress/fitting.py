@@ -3,8 +3,10 @@
     weights ≤ (card − CUDA context) / (1 + slack) − cache of N tokens − prefill − logits − one expanded matrix
 
 as the ledger of serving says (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix
-at a time, the layers of one input being one. The mix is measured once more as a whole before it is taken, beside every
-single width that fits. Sizes are those of the codes as a server holds them, to the byte.
+at a time, the layers of one input being one. The mix is measured once more as a whole before it is taken, beside the
+best single width that fits, both coded by the method that will code them: GPTQ gains more in some layers than in
+others, of which estimates for rounding to nearest know nothing. Sizes are those of the codes as a server holds them, to
+the byte.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +28,15 @@ from tightfit.compress.bit_choice import (
     scheme_of,
     units,
 )
-from tightfit.compress.compression import CompressionJob
+from tightfit.compress.compression import PLAIN_DTYPE, CompressionJob
 from tightfit.compress.kept_choice import KeptChoice
+from tightfit.compress.layer_compression import compress_layer
+from tightfit.compress.loss_probe import divergences
 from tightfit.compress.measuring_memory import measuring_ledger
 from tightfit.compress.memory import PROBED_LENGTH, PROBED_ROWS
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.rounded_streams import measured_losses
+from tightfit.compress.rounded_streams import embedded, measured_losses
 from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.durable import require_new
 from tightfit.errors import UserError
@@ -75,7 +79,7 @@ class Fit:
         return (
             f"fits {machine.accelerator.name} with {self.length:,} tokens: {self.ledger.peak_bytes() / 2**30:.2f} of "
             f"{self.card_bytes / 2**30:.2f} GiB, weights {self.choice.bytes / 2**30:.3f} GiB; bits by set of layers: "
-            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} at most (KL {self.choice.loss:.4f}){copies}"
+            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} (KL {self.choice.loss:.4f}){copies}"
         )
 
 
@@ -97,20 +101,39 @@ def fit_ledger(spec: ModelSpec, stored_bytes: int, length: int) -> Ledger:
     return serving_ledger(spec, length=length, stored_bytes=stored_bytes, expanded_bytes=expanded)
 
 
-def best_mix(parts: ModelParts, rows: list[Tensor], found: Sensitivities, group: int, budget: int) -> BitChoice:
+def best_mix(
+    parts: ModelParts, rows: list[Tensor], found: Sensitivities, group: int, budget: int, method: str = "rtn"
+) -> BitChoice:
     """The mix of least expected loss within `budget` bytes, with its measured loss on `rows`.
 
-    Or one width for all, where that fits and was measured to lose less.
+    Or one width for all, where that fits and was measured to lose less. Both are coded by `method`.
     """
     spec = parts.spec
     choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
-    [loss] = measured_losses(parts, rows, [choice.bits], group, found.reference)
     every = [
         BitChoice(dict.fromkeys(units(spec), bits), least_bytes(spec, bits, group), loss)
         for bits, loss in found.uniform.items()
     ]
-    fitting = [each for each in every if each.bytes <= budget]
-    return min([replace(choice, loss=loss), *fitting], key=lambda each: each.loss)
+    fitting = [each for each in every if each.bytes <= budget and each.bits != choice.bits]
+    tried = [choice, *sorted(fitting, key=lambda each: each.loss)[:1]]
+    if method == "gptq":
+        recipes = [recipe_for(spec, each, group, method) for each in tried]
+        tried = [
+            replace(each, loss=coded_loss(parts, rows, recipe, found.reference))
+            for each, recipe in zip(tried, recipes, strict=True)
+        ]
+    else:
+        [loss] = measured_losses(parts, rows, [choice.bits], group, found.reference)
+        tried[0] = replace(choice, loss=loss)
+    return min(tried, key=lambda each: each.loss)
+
+
+def coded_loss(parts: ModelParts, rows: Sequence[Tensor], recipe: Recipe, known: Sequence[Tensor]) -> float:
+    """KL to the original, whose last layer gave `known`, of layers coded by `recipe` for these rows."""
+    stream = embedded(parts, rows)
+    for index in range(parts.spec.layers):
+        stream = compress_layer(parts.layer(index), index, recipe, stream, PLAIN_DTYPE).outputs
+    return divergences(parts.head(), known, [stream])[0]
 
 
 def fit_bits(
@@ -134,7 +157,13 @@ def fit_bits(
         )
     group = group_of(spec)
     calibration = job.read_calibration(spec)
-    facts = {"weights": digest_of(job.model), "rows": calibration.fingerprint(), "budget": budget, "group": group}
+    facts = {
+        "weights": digest_of(job.model),
+        "rows": calibration.fingerprint(),
+        "budget": budget,
+        "group": group,
+        "method": method,
+    }
     kept = KeptChoice(job.cache, spec, facts)
     choice, measuring = kept.read(), None
     if choice is None:
@@ -142,7 +171,9 @@ def fit_bits(
         widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
         measuring = measuring_ledger(spec, len(rows), rows[0].shape[1], len(widths))
         say(describe_measuring(measuring))
-        choice = _measured_choice(job, rows, group, widths, budget, say)
+        parts = ModelParts(job.model, torch.device(job.device))
+        found = measure_sensitivities(parts, rows, group, widths=widths, say=say)
+        choice = best_mix(parts, rows, found, group, budget, method)
         kept.write(choice)
     else:
         say(f"bits were chosen by an earlier run: {kept.file}")
@@ -168,12 +199,3 @@ def _refuse(job: CompressionJob, spec: ModelSpec, method: str) -> None:
         )
     if spec.experts is not None:
         raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
-
-
-def _measured_choice(
-    job: CompressionJob, rows: list[Tensor], group: int, widths: Sequence[int], budget: int, say: Callable[[str], None]
-) -> BitChoice:
-    """The best mix, measured with one layer in memory at a time."""
-    parts = ModelParts(job.model, torch.device(job.device))
-    found = measure_sensitivities(parts, rows, group, widths=widths, say=say)
-    return best_mix(parts, rows, found, group, budget)
