@@ -19,6 +19,8 @@ from benchmarks.reports.compression import (
     ahead_rows,
     cost_rows,
     fewer_windows_rows,
+    gptq_mix_rows,
+    gptq_mix_text,
     mix_rows,
     mix_text,
     nearest_rows,
@@ -268,6 +270,12 @@ def compress_mixes() -> str:
     return f"{mix_text(path)}\n\n{markdown_table(*mix_rows(path))}"
 
 
+def compress_gptq_mixes() -> str:
+    """Mixes chosen by `--fit` beside one width for all, coded by GPTQ."""
+    path = RESULTS / "fit_gptq.csv"
+    return gptq_mix_text(path) + "\n\n" + markdown_table(*gptq_mix_rows(path))
+
+
 def compress_cost() -> str:
     """Seconds and memory of compressing large models."""
     header, rows = cost_rows(RESULTS / "compress_speed.csv")
@@ -364,6 +372,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compress-nearest": lambda: markdown_table(*nearest_rows(RESULTS / "compress_quality.csv")),
     "compress-static": compress_static,
     "compress-mixes": compress_mixes,
+    "compress-gptq-mixes": compress_gptq_mixes,
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
