@@ -175,7 +175,7 @@ class Bench:
         if entry.mixture is not None:
             return "sequential" if entry.name == GGUF_FEEDBACK else "shared"
         if (entry.package, entry.name) in PIPELINES:
-            return "its own"
+            return "its own" if entry.recipe.is_calibrated else "no data"
         if not entry.recipe.is_calibrated:
             return "no data"
         moving = any(step.method in MOVING or step.static for step in entry.recipe.steps)

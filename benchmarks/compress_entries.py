@@ -149,8 +149,7 @@ def _named(bits: int) -> list[Entry]:
             Entry("gptq", recipe_of("gptq", bits=4, group=32, symmetric=True)),
             Entry("nf4", recipe_of("nf4")),
             Entry("nf4", recipe_of("nf4"), "bitsandbytes"),
-            Entry("mxfp4", recipe_of("mxfp4")),
-            Entry("nvfp4", recipe_of("nvfp4")),
+            *(Entry(kind, recipe_of(kind), package) for kind in ("mxfp4", "nvfp4") for package in (None, "torchao")),
         ]
     if bits == 8:
         rows = recipe_of("rtn", bits=8, group=0, symmetric=True)
@@ -159,7 +158,10 @@ def _named(bits: int) -> list[Entry]:
             Entry("int8", rows, "bitsandbytes"),
             Entry("int8", rows, "torchao"),
             Entry("llm.int8", recipe_of("llm.int8")),
+            Entry("llm.int8", recipe_of("llm.int8"), "bitsandbytes"),
             Entry("fp8", recipe_of("fp8", activations="fp8")),
+            Entry("fp8", recipe_of("fp8")),
+            Entry("fp8", recipe_of("fp8"), "torchao"),
         ]
     return made
 

@@ -3,6 +3,13 @@
 A coder gets a matrix and the second moment of its inputs and gives something with `dequantize()`. What a package does
 beside coding a matrix (its own order of layers, its own calibration) is ours here, so that rows differ by method alone.
 llama.cpp's own quantizer is the function `ggml_quantize_chunk` of the library inside xllamacpp.
+
+GPTQModel (7.7.0) wants an environment of its own, with setuptools of today, without CUDA to build for:
+
+    pip install -U setuptools wheel ninja
+    BUILD_CUDA_EXT=0 pip install --no-build-isolation --no-deps gptqmodel
+    pip install pypcre logbar threadpoolctl device-smi defuser tokenicer optimum
+    export GPTQMODEL_CPU_WORKERS=2  # it asks for two, also where there is one core
 """
 
 import ctypes
@@ -105,19 +112,45 @@ def bitsandbytes(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -
 
 
 def torchao(weight: Tensor, seen: InputStatistics | None, scheme: Scheme) -> Tensor:
-    """torchao's weight-only integers."""
-    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerAxis, PerGroup, quantize_
+    """torchao's weight-only integers and small floats."""
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        MappingType,
+        PerAxis,
+        PerGroup,
+        quantize_,
+    )
 
+    if scheme.kind in ("mxfp4", "nvfp4"):
+        return torchao_blocks(weight, scheme.kind)
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device)
     layer.weight.data.copy_(weight)
-    config = IntxWeightOnlyConfig(
-        weight_dtype=getattr(torch, f"int{scheme.bits}"),
-        granularity=PerGroup(scheme.group) if scheme.group > 0 else PerAxis(0),
-        mapping_type=MappingType.SYMMETRIC if scheme.symmetric else MappingType.ASYMMETRIC,
+    config = (
+        Float8WeightOnlyConfig()
+        if scheme.kind == "fp8"
+        else IntxWeightOnlyConfig(
+            weight_dtype=getattr(torch, f"int{scheme.bits}"),
+            granularity=PerGroup(scheme.group) if scheme.group > 0 else PerAxis(0),
+            mapping_type=MappingType.SYMMETRIC if scheme.symmetric else MappingType.ASYMMETRIC,
+        )
     )
     quantize_(layer, config)
     made: Tensor = layer.weight.dequantize()
     return made
+
+
+def torchao_blocks(weight: Tensor, kind: str) -> Tensor:
+    """torchao's floats of four bits: blocks of 16 with a scale a matrix as well, or blocks of 32."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    if kind == "mxfp4":
+        made = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32)
+    else:
+        made = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=per_tensor_amax_to_scale(weight.abs().max()))
+    numbers: Tensor = made.dequantize(torch.float32)
+    return numbers
 
 
 def ggml_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 They get the same model in float32 and the same calibration rows; what they make of the weights and norms goes back into
 our decoder, which is judged like every other. llm-compressor's SmoothQuant moves the scales, and both sides are then
-rounded as ours are.
+rounded as ours are. Of LLM.int8 the layers themselves stand in our decoder, as they round what goes into them.
 """
 
 import tempfile
@@ -131,6 +131,20 @@ def smoothquant(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, step: Step
     return smoothed
 
 
+def llm_int8(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, step: Step) -> Decoder:
+    """bitsandbytes' LLM.int8: inputs above 6 are multiplied in 16 bits; it has no tokens to look at."""
+    from bitsandbytes.nn import Int8Params, Linear8bitLt
+
+    made = deepcopy(model)
+    for name in matrices(made.spec):
+        parent, _, own = name.rpartition(".")
+        weight = made.get_parameter(f"{name}.weight").detach()
+        layer = Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False, threshold=6.0)
+        layer.weight = Int8Params(weight.to(torch.float16), requires_grad=False, has_fp16_weights=False)
+        setattr(made.get_submodule(parent), own, layer.to(weight.device))
+    return made
+
+
 def _oneshot(model: Decoder, tokenizer: Tokenizer, tokens: Tensor, recipe: list[Any]) -> nn.Module:
     from llmcompressor import oneshot
 
@@ -154,6 +168,7 @@ def _rows(tokens: Tensor, batch: int) -> DataLoader[dict[str, Tensor]]:
 
 PIPELINES = {
     ("auto-round", "auto-round"): auto_round,
+    ("bitsandbytes", "llm.int8"): llm_int8,
     ("llm-compressor", "awq"): awq,
     ("llm-compressor", "smoothquant"): smoothquant,
 }

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from math import exp
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time
 from typing import Any
 
 import torch
@@ -36,10 +36,13 @@ from tightfit.compress.bit_choice import (
     units,
 )
 from tightfit.compress.calibration import read_calibration
+from tightfit.compress.comparison import log_probabilities
 from tightfit.compress.matrices import matrices
-from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities, reference_predictions, rounded_to
+from tightfit.compress.model_parts import ModelParts
+from tightfit.compress.rounded_streams import RoundedStreams, embedded
+from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.models.decoder import Decoder
-from tightfit.models.loading import load_model
+from tightfit.models.loading import source_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.report.figure import panels
 
@@ -74,18 +77,86 @@ def mixes(spec: ModelSpec, found: Sensitivities, group: int) -> dict[str, BitCho
 
 
 @torch.no_grad()
-def compared(model: Decoder, rows: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[float, float]:
-    """Loss and KL to the original, a token."""
+def compared(
+    head: Decoder, rows: Sequence[Tensor], known: Sequence[Tensor], made: Sequence[Tensor]
+) -> tuple[float, float]:
+    """Loss of what a mix made behind the last layer, and KL to what the original has there, a token."""
     total = kl = count = 0.0
-    for tokens, log_p in zip(rows, reference, strict=True):
-        logits = model(tokens).logits
-        assert logits is not None
-        log_q = logits.float().log_softmax(-1)
-        known = log_p.to(log_q)
-        kl += float((known.exp() * (known - log_q)).sum()) / tokens.shape[1] * (tokens.shape[1] - 1)
-        total -= float(log_q[:, :-1].gather(-1, tokens[:, 1:, None]).sum())
+    for tokens, original, x in zip(rows, known, made, strict=True):
+        log_p, log_q = (log_probabilities(head, head.norm(states[:, :-1])) for states in (original, x))
+        kl += float((log_p.exp() * (log_p - log_q)).sum())
+        total -= float(log_q.gather(-1, tokens[:, 1:, None]).sum())
         count += tokens.shape[1] - 1
     return total / count, kl / count
+
+
+def read_rows(arguments: argparse.Namespace, source: str, count: int) -> list[Tensor]:
+    """So many windows of a text, [1, T] each."""
+    found = read_calibration(
+        arguments.model,
+        source_spec(arguments.model),
+        [source],
+        samples=count,
+        length=arguments.length,
+        cache=arguments.cache,
+        field="text",
+        progress=False,
+    )
+    return [row[None].to(arguments.device) for row in found.tokens]
+
+
+def measure(arguments: argparse.Namespace, parts: ModelParts, group: int) -> Sensitivities:
+    """Sensitivities of all layers; what that took goes to fit_seconds.csv, processor time of all threads beside it."""
+    rows = read_rows(arguments, arguments.calibrate, arguments.rows)
+    began, began_cpu = monotonic(), process_time()
+    found = measure_sensitivities(parts, rows, group, say=lambda text: print(text, flush=True))
+    row = {
+        "model": arguments.model,
+        "calibration": f"{len(rows)} x {arguments.length}",
+        "widths": " ".join(map(str, WIDTHS)),
+        "threads": torch.get_num_threads(),
+        "seconds": round(monotonic() - began, 1),
+        "processor_seconds": round(process_time() - began_cpu, 1),
+    }
+    append_row("fit_seconds", row, folder=arguments.results, commit=arguments.commit)
+    print(row, flush=True)
+    return found
+
+
+def measure_mixes(arguments: argparse.Namespace, parts: ModelParts, found: Sensitivities, group: int) -> None:
+    """Append a row of every mix, and draw them."""
+    spec, rows, path = parts.spec, read_rows(arguments, arguments.test, arguments.windows), arguments.results
+    test = f"{len(rows)} x {arguments.length}"
+    done = measured_already(path / "fit_quality.csv", test) if arguments.missing else set()
+    named = {name: mix for name, mix in mixes(spec, found, group).items() if name not in done}
+    plain = dict.fromkeys(units(spec), PLAIN_BITS)
+    streams = RoundedStreams(embedded(parts, rows), [plain, *(mix.bits for mix in named.values())], group)
+    for index in range(spec.layers):
+        streams.follow(parts.layer(index), index)
+    head, known = parts.head(), streams.streams[0]
+    original, _ = compared(head, rows, known, known)
+    quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
+    made = []
+    for (name, mix), stream in zip(named.items(), streams.streams[1:], strict=True):
+        loss, kl = compared(head, rows, known, stream)
+        row: dict[str, Any] = {
+            "model": arguments.model,
+            "mix": name,
+            "bits_per_weight": round(8 * (mix.bytes - plain_bytes(spec)) / quantized, 3),
+            "bytes": mix.bytes,
+            "predicted_kl": round(mix.loss, 5),
+            "measured_kl": round(kl, 5),
+            "predicted_perplexity": round(exp(original + mix.loss), 3),
+            "measured_perplexity": round(exp(loss), 3),
+            "original_perplexity": round(exp(original), 3),
+            "calibration": f"{arguments.rows} x {arguments.length}",
+            "test": test,
+        }
+        made.append(row)
+        append_row("fit_quality", row, folder=path, commit=arguments.commit)
+        print(row, flush=True)
+    if made and not done and find_spec("matplotlib") is not None:
+        draw(made, path / "fit_quality.png")
 
 
 def measured_already(path: Path, test: str) -> set[str]:
@@ -127,11 +198,10 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this and fit_gptq.py are asked."""
     parser.add_argument("--calibrate", required=True)
     parser.add_argument("--test")
-    parser.add_argument("--only-time", action="store_true", help="measure sensitivities and no mixes")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, default=8, help="calibration rows")
     parser.add_argument("--windows", type=int, default=8, help="test rows")
@@ -141,67 +211,20 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/tightfit"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit")
-    chosen = parser.parse_args()
-    if not (chosen.test or chosen.only_time):
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add_arguments(parser)
+    parser.add_argument("--only-time", action="store_true", help="measure sensitivities and no mixes")
+    arguments = parser.parse_args()
+    if not (arguments.test or arguments.only_time):
         parser.error("say --test, or --only-time")
-    loaded = load_model(chosen.model, device=chosen.device, packed=False)
-    spec = loaded.model.spec
-    texts = []
-    tested = [] if chosen.only_time else [(chosen.test, chosen.windows)]
-    for source, count in [(chosen.calibrate, chosen.rows), *tested]:
-        found = read_calibration(
-            chosen.model,
-            spec,
-            [source],
-            samples=count,
-            length=chosen.length,
-            cache=chosen.cache,
-            field="text",
-            progress=False,
-        )
-        texts.append([row[None].to(chosen.device) for row in found.tokens])
-    group = group_of(spec)
-    began = monotonic()
-    measured = measure_sensitivities(loaded.model, texts[0], group, say=lambda text: print(text, flush=True))
-    time_row = {
-        "model": chosen.model,
-        "calibration": f"{len(texts[0])} x {chosen.length}",
-        "widths": " ".join(map(str, WIDTHS)),
-        "threads": torch.get_num_threads(),
-        "seconds": round(monotonic() - began, 1),
-    }
-    append_row("fit_seconds", time_row, folder=chosen.results, commit=chosen.commit)
-    print(time_row, flush=True)
-    if chosen.only_time:
-        return
-    reference, original = reference_predictions(loaded.model, texts[1])
-    quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
-    rows = []
-    test = f"{len(texts[1])} x {chosen.length}"
-    done = measured_already(chosen.results / "fit_quality.csv", test) if chosen.missing else set()
-    for name, mix in mixes(spec, measured, group).items():
-        if name in done:
-            continue
-        with rounded_to(loaded.model, mix.bits, group):
-            loss, kl = compared(loaded.model, texts[1], reference)
-        row: dict[str, Any] = {
-            "model": chosen.model,
-            "mix": name,
-            "bits_per_weight": round(8 * (mix.bytes - plain_bytes(spec)) / quantized, 3),
-            "bytes": mix.bytes,
-            "predicted_kl": round(mix.loss, 5),
-            "measured_kl": round(kl, 5),
-            "predicted_perplexity": round(exp(original + mix.loss), 3),
-            "measured_perplexity": round(exp(loss), 3),
-            "original_perplexity": round(exp(original), 3),
-            "calibration": f"{len(texts[0])} x {chosen.length}",
-            "test": test,
-        }
-        rows.append(row)
-        append_row("fit_quality", row, folder=chosen.results, commit=chosen.commit)
-        print(row, flush=True)
-    if rows and not done and find_spec("matplotlib") is not None:
-        draw(rows, chosen.results / "fit_quality.png")
+    parts = ModelParts(arguments.model, torch.device(arguments.device))
+    group = group_of(parts.spec)
+    found = measure(arguments, parts, group)
+    if not arguments.only_time:
+        measure_mixes(arguments, parts, found, group)
 
 
 if __name__ == "__main__":

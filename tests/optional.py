@@ -15,6 +15,7 @@ OPTIONAL = {
     "datasets": "pip install 'tightfit[datasets]'",
     "deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
     "gguf": "pip install 'tightfit[gguf]'",
+    "kubeflow": "pip install kubeflow-training",
     "kubernetes_validate": "pip install kubernetes-validate",
     "litellm": "pip install litellm",
     "llm": "pip install llm",

@@ -68,39 +68,49 @@ def quality_rows(path: Path, length: int) -> Table:
 
 
 def fewer_windows_rows(path: Path, lengths: Sequence[int]) -> Table:
-    """Methods that are not in the tables of these lengths, over as many windows as they were measured; not static."""
+    """Methods that are not in the tables of these lengths, over as many windows as they were measured; not static.
+
+    Beside others' stands our best in the same numbers over the same windows.
+    """
     found = []
     for length in lengths:
         known = {_key(row) for row in quality_measured(path, length)}
         rows = [row for row in read_rows(path) if row["length"] == str(length) and row["loss_difference"]]
-        rows = [row for row in rows if _key(row) not in known and "int8 activations)" not in row["scheme"]]
-        found += list({_key(row): row for row in rows}.values())
+        rows = [row for row in rows if not _is_of_rounded_inputs(row)]
+        shown = {_key(row): row for row in rows if _key(row) not in known}
+        found += [(row, _ours_beside(row, rows)) for row in shown.values()]
     made = [
         (
             row["bits"],
             f"`{row['method']}`" if row["package"] == "tightfit" else row["method"],
             row["scheme"],
+            PACKAGES.get(row["package"], row["package"]),
             f"{float(row['bits_per_weight']):.2f}",
             f"{row['windows']} × {row['length']}",
             f"{float(row['perplexity']):.2f}",
             f"{float(row['original_perplexity']):.2f}",
             f"{float(row['kl']):.4f}",
+            "" if ours is None else f"{ours['method']}: {float(ours['perplexity']):.2f}, {float(ours['kl']):.4f}",
             row["calibration"],
         )
-        for row in sorted(found, key=lambda row: (-int(row["bits"]), int(row["length"])))
+        for row, ours in sorted(found, key=lambda pair: (-int(pair[0]["bits"]), int(pair[0]["length"])))
     ]
-    header = (
-        "bits",
-        "method",
-        "numbers",
-        "bits a weight",
-        "windows",
-        "perplexity",
-        "the original's",
-        "KL",
-        "calibrated",
-    )
-    return header, made
+    header = ("bits", "method", "numbers", "package", "bits a weight", "windows", "perplexity", "the original's", "KL")
+    return (*header, "ours in the same numbers: perplexity, KL", "calibrated"), made
+
+
+def _is_of_rounded_inputs(row: Row) -> bool:
+    """One of the table of static scales."""
+    return "int8 activations)" in row["scheme"] and "llm.int8" not in row["scheme"]
+
+
+def _ours_beside(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Our best in the numbers of another package's row, over its windows."""
+    if row["package"] == "tightfit":
+        return None
+    alike = [each for each in rows if all(each[name] == row[name] for name in ("scheme", "windows"))]
+    newest = {_key(each): each for each in alike if each["package"] == "tightfit"}
+    return _best(newest.values())
 
 
 def quality_text(path: Path, length: int) -> str:
@@ -259,6 +269,41 @@ def mix_rows(path: Path) -> Table:
         for row in newest
     ]
     return ("mix", "bits a weight", "predicted KL", "measured KL", "predicted perplexity", "measured perplexity"), made
+
+
+def gptq_mix_rows(path: Path) -> Table:
+    """One width for all beside what `--fit` chooses within its bytes, both coded by GPTQ."""
+    newest = {row["mix"]: row for row in read_rows(path)}
+    pairs = [
+        (row, newest[mix])
+        for name, row in newest.items()
+        if name.startswith("uniform ") and (mix := name.replace("uniform", "chosen as")) in newest
+    ]
+    made = [
+        (
+            same["mix"].removeprefix("uniform "),
+            f"{float(same['bits_per_weight']):.2f}",
+            *(cell for row in (same, mix) for cell in (f"{float(row['perplexity']):.2f}", _with_interval(row))),
+        )
+        for same, mix in sorted(pairs, key=lambda pair: float(pair[0]["bits_per_weight"]))
+    ]
+    return ("for all", "bits a weight", "perplexity", "KL", "chosen by `--fit`: perplexity", "KL"), made
+
+
+def _with_interval(row: Row) -> str:
+    return f"{float(row['measured_kl']):.4f} ± {float(row['kl_half_width']):.4f}"
+
+
+def gptq_mix_text(path: Path) -> str:
+    """What the table was measured over."""
+    rows = read_rows(path)
+    if not rows:
+        return "Mixes coded by GPTQ have not been measured yet."
+    last = rows[-1]
+    return (
+        f"Calibrated on {last['calibration']} tokens, measured on {last['test']} others ({last['device']}); the "
+        f"original has perplexity {float(last['original_perplexity']):.2f}."
+    )
 
 
 def cost_rows(path: Path) -> Table:

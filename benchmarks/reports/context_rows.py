@@ -43,6 +43,19 @@ def longest_row_lines(folder: Path) -> Rows:
     return ("GiB", *(f"{case}, {how}" for case in LINES for how in ("formula", "rehearsed"))), rows
 
 
+def segment_rows(folder: Path) -> Rows:
+    """Each case and length through both kinds of segments."""
+    rows = []
+    with (folder / "context_segments.csv").open(encoding="utf-8", newline="") as file:
+        newest = {(row["case"], row["sequence_length"], row["segments"]): row for row in csv.DictReader(file)}
+    for (case, length, kind), row in newest.items():
+        missing = float(row["missing_gib"])
+        held = f"{missing:.1f} GiB are missing" if missing else "goes through"
+        cells = f"{row['in_use_gib']} GiB", f"{row['reserved_gib']} GiB", f"{row['card_gib']} GiB: {held}"
+        rows.append((case, f"{int(length) / 1e6:.2f} M", kind, *cells))
+    return ("GPUs, split", "tokens", "segments", "in use", "held where there is room", "a card's"), rows
+
+
 def _newest(path: Path, keys: Sequence[str]) -> dict[tuple[str, ...], dict[str, str]]:
     """The last row of each kind; of a case's lines, only those of its newest length."""
     with path.open(encoding="utf-8", newline="") as file:

@@ -19,6 +19,8 @@ from benchmarks.reports.compression import (
     ahead_rows,
     cost_rows,
     fewer_windows_rows,
+    gptq_mix_rows,
+    gptq_mix_text,
     mix_rows,
     mix_text,
     nearest_rows,
@@ -30,10 +32,17 @@ from benchmarks.reports.compression import (
     static_rows,
     static_text,
 )
-from benchmarks.reports.context_rows import longest_row_lines, longest_rows
+from benchmarks.reports.context_rows import longest_row_lines, longest_rows, segment_rows
 from benchmarks.reports.layers import classic_rows, layer_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
-from benchmarks.reports.planning import accelerator_rows, efficiency_rows, example_rows, link_rows, sustained_rows
+from benchmarks.reports.planning import (
+    accelerator_rows,
+    efficiency_rows,
+    example_rows,
+    export_rows,
+    link_rows,
+    sustained_rows,
+)
 from benchmarks.reports.products import block_rows, blocks_measured, product_rows, products_measured
 from benchmarks.reports.published import engine_rows, group_rows
 from benchmarks.reports.records import allocator_rows, curve_rows, long_rows, measured_at, record_rows
@@ -137,6 +146,39 @@ def bubble_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
     return ("schedule", "K", "M", "v", "ranks waited", "(K−1)/(K−1+vM)"), rows
 
 
+def default_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest run of the default job under each schedule, from what benchmarks/pipeline_default.py wrote."""
+    rows = [
+        (
+            f"`{name}`",
+            row["steps"],
+            f"{float(row['final_loss']):.3f}",
+            f"{float(row['held_out_loss']):.3f}",
+            f"{float(row['held_out_above_first']):+.3f}",
+        )
+        for name, row in newest_of_schedules(path).items()
+    ]
+    return ("schedule", "steps", "loss of the last 20", "held-out loss", "above `1f1b`"), rows
+
+
+def doctor_rows(path: Path) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """The newest row of each number of ranks, from what benchmarks/doctor_time.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {int(row["ranks"]): row for row in csv.DictReader(file)}
+    rows = [
+        (
+            str(ranks),
+            row["cores"],
+            row["splits"],
+            row["left_out"] or "none",
+            f"{row['wall_s']} s",
+            "healthy" if row["healthy"] == "True" else "not healthy",
+        )
+        for ranks, row in sorted(newest.items())
+    ]
+    return ("ranks", "cores", "splits checked", "left out", "took", "verdict"), rows
+
+
 def job_fields() -> str:
     """Every field of a job file."""
     rows = [(f"`{row.path}`", row.type, f"`{row.default}`", row.meaning) for row in field_rows()]
@@ -228,6 +270,12 @@ def compress_mixes() -> str:
     return f"{mix_text(path)}\n\n{markdown_table(*mix_rows(path))}"
 
 
+def compress_gptq_mixes() -> str:
+    """Mixes chosen by `--fit` beside one width for all, coded by GPTQ."""
+    path = RESULTS / "fit_gptq.csv"
+    return gptq_mix_text(path) + "\n\n" + markdown_table(*gptq_mix_rows(path))
+
+
 def compress_cost() -> str:
     """Seconds and memory of compressing large models."""
     header, rows = cost_rows(RESULTS / "compress_speed.csv")
@@ -287,6 +335,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "links": lambda: markdown_table(*link_rows()),
     "efficiencies": lambda: markdown_table(*efficiency_rows()),
     "plan-examples": lambda: markdown_table(*example_rows()),
+    "export-checks": lambda: markdown_table(*export_rows(RESULTS / "export_checks.csv")),
     "plan-output": plan_output,
     "plan-summary": plan_summary,
     "classic-layer": lambda: markdown_table(*classic_rows()),
@@ -304,8 +353,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "state-curves": lambda: markdown_table(*curve_rows(RESULTS / "optimizer_states.csv", "states")),
     "fp8-curves": lambda: markdown_table(*curve_rows(RESULTS / "fp8_convergence.csv", "matmul")),
     "pipeline-curves": lambda: markdown_table(*flushed_rows(RESULTS / "pipeline_convergence.csv")),
+    "pipeline-default": lambda: markdown_table(*default_rows(RESULTS / "pipeline_default.csv")),
     "pipeline-flow": lambda: markdown_table(*flow_rows(RESULTS / "pipeline_flow.csv")),
     "pipeline-bubbles": lambda: markdown_table(*bubble_rows(RESULTS / "pipeline_bubble.csv")),
+    "doctor-time": lambda: markdown_table(*doctor_rows(RESULTS / "doctor_time.csv")),
     "sustained": lambda: markdown_table(*sustained_rows()),
     "step-errors": lambda: markdown_table(*step_error_rows([TRUTH, LEVERS_TRUTH, FAMILY_TRUTH])),
     "family-truth": lambda: f"{markdown_table(*truth_rows(FAMILY_TRUTH))}\n\n{measured_on(FAMILY_TRUTH)}",
@@ -322,6 +373,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compress-nearest": lambda: markdown_table(*nearest_rows(RESULTS / "compress_quality.csv")),
     "compress-static": compress_static,
     "compress-mixes": compress_mixes,
+    "compress-gptq-mixes": compress_gptq_mixes,
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
@@ -332,6 +384,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         [markdown_table(*speed_rows(RESULTS)), f"{behind_text(RESULTS)} {speed_commits(RESULTS)}"]
     ),
     "context-rows": lambda: markdown_table(*longest_rows(RESULTS)),
+    "context-segments": lambda: markdown_table(*segment_rows(RESULTS)),
     "context-row-lines": lambda: markdown_table(*longest_row_lines(RESULTS)),
 }
 

@@ -1,6 +1,8 @@
 """Tables of docs/hardware.md and docs/planning.md, made from the catalog, the efficiencies and the planner itself."""
 
+import csv
 from collections.abc import Sequence
+from pathlib import Path
 
 from tightfit.hardware.accelerator import Number
 from tightfit.hardware.catalog import CATALOG, find_accelerator
@@ -133,3 +135,17 @@ def sustained_rows() -> Rows:
         share = product_share(card, peak)
         rows.append((card.name, card.form, generation_of(card), f"{card.power_w:g} W", f"{peak:g}", f"{share:.0%}"))
     return ("card", "form", "generation", "power", "peak TFLOP/s", "products sustain"), rows
+
+
+def export_rows(path: Path) -> Rows:
+    """Each export and package: the newest row of every machine, from what benchmarks/export_checks.py wrote."""
+    with path.open(encoding="utf-8", newline="") as file:
+        newest = {(row["export"], row["package"], row["machine"]): row for row in csv.DictReader(file)}
+    rows = []
+    for kind, package in dict.fromkeys((kind, package) for kind, package, _ in newest):
+        found = [row for (of, by, _), row in newest.items() if (of, by) == (kind, package)]
+        versions = ", ".join(dict.fromkeys(row["version"] for row in found))
+        verdicts = "; ".join(dict.fromkeys(row["verdict"] for row in found))
+        read = "; ".join(dict.fromkeys(row["found"] for row in found))
+        rows.append((f"`{kind}`", f"{package} {versions}", f"{verdicts}: {read}"))
+    return ("export", "read by", "which"), sorted(rows)

@@ -57,9 +57,11 @@ def test_methods_of_fewer_windows_are_told_apart(tmp_path: Path) -> None:
     whole = [("tightfit", f"method {i}", "int3", "3", "512", "256", "30", "0.1") for i in range(8)]
     same = ("tightfit", "method 1", "int3", "3", "512", "16", "31", "0.1")
     other = ("tightfit", "spqr", "int3 g16 asym", "3", "512", "16", "32", "0.2")
-    path = table(tmp_path / "rows.csv", *whole, same, other)
-    assert [row[1:6] for row in fewer_windows_rows(path, (512,))[1]] == [
-        ("`spqr`", "int3 g16 asym", "4.10", "16 × 512", "32.00")
+    theirs = ("torchao", "rtn", "int3", "3", "512", "16", "35", "0.3")
+    path = table(tmp_path / "rows.csv", *whole, same, other, theirs)
+    assert [(*row[1:7], row[9]) for row in fewer_windows_rows(path, (512,))[1]] == [
+        ("`spqr`", "int3 g16 asym", "tightfit", "4.10", "16 × 512", "32.00", ""),
+        ("rtn", "int3", "torchao", "4.10", "16 × 512", "35.00", "method 1: 31.00, 0.1000"),
     ]
 
 

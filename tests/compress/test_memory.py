@@ -11,15 +11,19 @@ import torch
 
 from tests.compress.conftest import SPEC, random_model
 from tests.covering import thorough
+from tightfit.compress.bit_choice import group_of, least_bytes
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.factoring import FactoringJob, factorise
+from tightfit.compress.fitting import best_mix
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.loss_probe import LossProbe
+from tightfit.compress.measuring_memory import measuring_ledger
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.recipe import recipe_of
+from tightfit.compress.sensitivity import measure_sensitivities
 from tightfit.compress.structured import KeptShape
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.memory.ledger import Phase
@@ -183,3 +187,30 @@ def test_a_model_that_writes_its_own_text(
     assert cost.ledger is not None
     assert cost.ledger.fullest() == ("init", 0)
     assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "length", "phase"),
+    [
+        (replace(WIDE, layers=8, tied=False), 1, 16, "evaluation"),
+        (replace(TALL, layers=6, tied=False), 2, 256, "backward"),
+        (replace(LONG, layers=2, vocab_size=6000, tied=False), 2, 64, "loss"),
+    ],
+    ids=["weights", "rows", "ends"],
+)
+def test_measuring_holds_one_layer(
+    spec: ModelSpec, rows: int, length: int, phase: Phase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `--fit` says before it measures, against all tensors that were alive; of eight layers that is no four."""
+    write_model(tmp_path, random_model(spec), None)
+    parts = ModelParts(str(tmp_path), torch.device("cpu"))
+    tokens = [torch.randint(0, spec.vocab_size, (1, length)) for _ in range(rows)]
+    group = group_of(spec)
+    with Tracer() as tracer, files_aside(tracer, monkeypatch):
+        found = measure_sensitivities(parts, tokens, group, widths=(3, 4))
+        best_mix(parts, tokens, found, group, least_bytes(spec, 4, group))
+    alive_bytes = tracer.trace.replay().peak_allocated_bytes
+    ledger = measuring_ledger(spec, rows, length, 2)
+    assert ledger.fullest() == (phase, 0)
+    assert ledger.peak_allocated_bytes() == pytest.approx(alive_bytes, rel=0.1)
+    assert phase != "evaluation" or alive_bytes < 4 * 4 * spec.layer_params(0)

@@ -4,6 +4,7 @@ The backends (compressed-tensors, gptqmodel with optimum, bitsandbytes) are not 
 are, these run.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,19 @@ def test_experts_as_recipes_leave_them(
     run(tmp_path / "model", tmp_path / "small", recipe_of(method), text, token_cache)
     ours, theirs = logits(tmp_path / "small"), their_logits(tmp_path / "small", torch.float32)
     assert float((ours - theirs).abs().max()) < 1e-3 * float(ours.abs().max())
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq 8 bits", "awq"])
+def test_gptqmodel_computes_the_same(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """Without transformers' part of loading. Asymmetric codes in GPTQ's layout it takes from itself alone (7.7)."""
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it asks for two on every machine
+    package = pytest.importorskip("gptqmodel")
+    method, options, _ = CASES[name.split()[0]]
+    bits = {"bits": 8} if name.endswith("8 bits") else {}
+    run(tiny, tmp_path / "small", recipe_of(method, **{**options, **bits}), text, token_cache, format=name.split()[0])
+    backend = package.BACKEND.AUTO if name == "awq" else package.BACKEND.TORCH
+    read = package.GPTQModel.load(str(tmp_path / "small"), device="cpu", backend=backend, dtype=torch.float16)
+    with torch.no_grad():
+        theirs = read.model(TOKENS).logits.float()
+    ours = logits(tmp_path / "small")
+    assert float((ours - theirs).abs().max()) < 1e-2 * float(ours.abs().max())  # in float16, as it has no float32

@@ -4,6 +4,7 @@ import multiprocessing
 import pickle
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -95,6 +96,7 @@ def _share_one_device() -> None:
 def _serve(pipe: Connection, rank: int, world: int, meeting: str) -> None:
     torch.set_num_threads(1)
     keep_set_aside()
+    warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view tensor")
     _share_one_device()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     while True:

@@ -2,7 +2,8 @@
 
 A ring of layouts: each one's run is read by the layouts after it, and what they hold then, written in one piece, is
 what one process that read it holds. Every kind of split is on both sides: data (whole, sharded, in groups), tensor,
-stages, context, experts; states and weights on hosts; updates inside backward, which have a state of their own.
+stages under every order of work, meshes, context, experts; states and weights on hosts; updates inside backward and
+pipelines without a flush, which have states of their own.
 """
 
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from tests.distributed.test_checkpoints import rewritten, run_on
 from tests.train.jobs import tiny_job
 from tightfit.jobs.job import Job
 from tightfit.models.resolve import checkpoints_of
-from tightfit.train.optimizer.adamw import PREVIOUS_NORMS
+from tightfit.train.optimizer.adamw import OLDER_WEIGHTS, PREVIOUS_NORMS
 
 Make = Callable[[int], Group]
-SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
+MASTERS = "optimizer/master/"
+OLDER = f"optimizer/{OLDER_WEIGHTS}"
+SMALL: dict[str, Any] = {"source": "tiny-llama", "shape": {"layers": 4, "hidden_size": 32, "mlp_size": 48}}
 ROUTED = {"source": "tiny-mixtral", "shape": {"layers": 2, "hidden_size": 32}}
 HOST = {"offload": "optimizer"}
 SHARDS_ON_HOST = {"offload": "weights"}
@@ -37,6 +40,16 @@ DENSE: dict[str, Way] = {
     "tensor and stages": ({"tensor": 2, "pipeline": 2}, {}),
     "early updates": ({"tensor": 2, "data": 2, "zero": 3}, EARLY | SHARDS_ON_HOST),
     "replicas": ({"data": 4}, {}),
+    "interleaved": ({"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}, {}),
+    "two versions": ({"pipeline": 2, "schedule": "2bw", "tensor": 2}, {}),
+    "in a V": ({"pipeline": 2, "schedule": "zb-v", "stages_per_rank": 2, "data": 2, "zero": 1}, {}),
+    "four stages without a flush": ({"pipeline": 4, "schedule": "2bw"}, {}),
+    "stages of meshes": ({"pipeline": 2, "tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}, {}),
+    "pieces of rows on meshes": (
+        {"context": 2, "zero": 1, "tensor": 4, "tensor_mesh": "2d", "micro_batch": 2},
+        {},
+    ),
+    "interleaved in four": ({"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2, "data": 2}, {}),
 }
 EXPERTS: dict[str, Way] = {
     "experts": ({"data": 4, "zero": 3, "expert": 2}, HOST),
@@ -60,10 +73,18 @@ def make(tmp_path: Path, corpus: Path, token_cache: Path) -> Callable[..., Job]:
 
 
 def tensors(files: dict[str, bytes]) -> dict[str, tuple[torch.dtype, bytes]]:
-    """Weights and states to the bit, without the norms that updates inside backward clip by and others do not have."""
+    """Weights and states to the bit, without what others do not have: the norms that updates inside backward clip by,
+    and the older weights of pipelines without a flush."""
     named = load(files["model.safetensors"]) | load(files["training/state.safetensors"])
-    kept = {name: tensor.contiguous() for name, tensor in named.items() if not name.endswith(PREVIOUS_NORMS)}
-    return {name: (t.dtype, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, t in kept.items()}
+    return {
+        name: (tensor.dtype, to_bytes(tensor))
+        for name, tensor in named.items()
+        if not (name.endswith(PREVIOUS_NORMS) or name.startswith(OLDER))
+    }
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def neighbours(ways: dict[str, Way]) -> list[Any]:
@@ -87,6 +108,29 @@ def test_each_layout_reads_what_another_wrote(
     ours, theirs = tensors(found), tensors(expected)
     assert ours.keys() == theirs.keys()
     assert [each for each in theirs if ours[each] != theirs[each]] == []
+
+
+TWO_VERSIONS = {"pipeline": 2, "schedule": "2bw"}
+
+
+@pytest.mark.parametrize("reader", [{"pipeline": 4}, thorough({"tensor": 2}), thorough({"data": 2})])
+def test_both_versions_of_weights_move_to_other_stages(
+    group: Make, make: Callable[..., Job], reader: dict[str, Any]
+) -> None:
+    """After an update the older weights are others than the newest, and as much a part of the run."""
+    fields: dict[str, Any] = {"model": SMALL, "steps": 2}
+    run_on(group, make("run", (TWO_VERSIONS, {}), **fields))
+    ways: list[Way] = [(TWO_VERSIONS, {}), (TWO_VERSIONS | reader, {})]
+    expected, found = (
+        load(rewritten(group, make("run", way, **fields), make(f"copy {at}").output)["training/state.safetensors"])
+        for at, way in enumerate(ways)
+    )
+    older = [name for name in expected if name.startswith(OLDER)]
+    assert len(older) == 3 + 9 * SMALL["shape"]["layers"]
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if to_bytes(expected[name]) != to_bytes(found[name])] == []
+    newest = {name: expected[name.replace(OLDER, MASTERS)].to(expected[name].dtype) for name in older}
+    assert not any(expected[name].equal(newest[name]) for name in older if "norm" not in name), "an update apart"
 
 
 @pytest.mark.parametrize(("before", "after"), [({}, EARLY), thorough(EARLY, {})])

@@ -48,9 +48,38 @@ CASES = {
     "2d-recomputed": CheckTarget(SPECS["gemma"], SQUARE, Levers(checkpoint_every=1), passes=2),
     "3d-recomputed": CheckTarget(SPECS["gemma"], CUBE, Levers(checkpoint_every=1), passes=2),
     **{
-        f"2d-zero-{zero}": CheckTarget(SPECS["biases"], SQUARE.model_copy(update={"data": 2, "zero": zero}))
-        for zero in (0, 1, 3)
+        f"2d-zero-{zero}-{name}": CheckTarget(SPECS[name], SQUARE.model_copy(update={"data": 2, "zero": zero}))
+        for zero, name in ((0, "biases"), (1, "biases"), (3, "llama"), (3, "biases"))
     },
+    **{
+        f"2d-stages-{name}": CheckTarget(SPECS[name], SQUARE.model_copy(update={"pipeline": 2} | fields), passes=2)
+        for name, fields in (
+            ("gemma", {}),
+            ("llama", {"schedule": "2bw"}),
+            ("gpt2", {}),
+            ("one-key", {"schedule": "gpipe"}),
+        )
+    },
+    "2d-stages-interleaved": CheckTarget(
+        replace(SPECS["biases"], layers=4),
+        SQUARE.model_copy(update={"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}),
+        Levers(checkpoint_every=1),
+        passes=2,
+    ),
+    "2.5d-stages": CheckTarget(SPECS["gpt2"], DEEP.model_copy(update={"pipeline": 2}), passes=2),
+    "3d-stages": CheckTarget(SPECS["gemma"], CUBE.model_copy(update={"pipeline": 2}), passes=2),
+    **{
+        f"{kind}-{way}-{name}": CheckTarget(SPECS[name], layout.model_copy(update={"context": 2} | fields))
+        for kind, layout in (("2d", SQUARE), ("3d", CUBE))
+        for way, fields in (("ring", {"ring": 2}), ("heads", {"zero": 3}))
+        for name in ("llama", "gemma", "gpt2", "one-key")
+    },
+    "2d-ring-stages": CheckTarget(
+        SPECS["llama"], SQUARE.model_copy(update={"context": 2, "ring": 2, "pipeline": 2}), passes=2
+    ),
+    "2d-stages-zero-1": CheckTarget(
+        SPECS["llama"], SQUARE.model_copy(update={"pipeline": 2, "data": 2, "zero": 1}), passes=2
+    ),
 }
 
 

@@ -43,14 +43,13 @@ BROKEN_LEVERS: dict[str, dict[str, Any]] = {
 BROKEN_LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor_ranks_fill_their_mesh": {"tensor": 8, "tensor_mesh": "2d"},
     "a_ring_is_of_context_ranks": {"ring": 2, "context": 3},
-    "meshes_deal_out_whole_rows": {"tensor": 4, "tensor_mesh": "2d", "context": 2},
     "zero_needs_ranks": {"zero": 1},
     "groups_divide_data_ranks": {"shard_inside": 3, "data": 4, "zero": 1},
     "expert_ranks_are_data_ranks": {"expert": 2},
     "groups_hold_all_experts": {"data": 4, "zero": 1, "shard_inside": 2, "expert": 4},
     "experts_take_whole_hidden_states": {"tensor": 4, "tensor_mesh": "2d", "data": 2, "expert": 2},
     "several_stages_interleave": {"stages_per_rank": 2},
-    "stages_send_whole_rows": {"tensor": 4, "tensor_mesh": "2d", "pipeline": 2},
+    "a_mesh_goes_backward_once": {"tensor": 4, "tensor_mesh": "2d", "pipeline": 2, "schedule": "zero-bubble"},
 }
 PIPED = {"pipeline": 2}
 SQUARE = {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}

@@ -35,8 +35,8 @@ def test_ranks_along_each_axis() -> None:
         ({"tensor": 8, "tensor_mesh": "2.5d", "tensor_depth": 3}, "has tensor_depth × q × q ranks"),
         ({"tensor": 4, "tensor_mesh": "2.5d"}, "2.5d meshes alone have a depth"),
         ({"tensor": 8, "tensor_mesh": "3d", "tensor_depth": 2}, "2.5d meshes alone have a depth"),
-        ({"tensor": 4, "tensor_mesh": "2d", "pipeline": 2}, "layout.pipeline is 2"),
-        ({"tensor": 4, "tensor_mesh": "2d", "context": 2}, "layout.context is 2"),
+        ({"tensor": 4, "tensor_mesh": "2d", "pipeline": 2, "schedule": "zero-bubble"}, "send the blocks .* both times"),
+        ({"tensor": 4, "tensor_mesh": "2d", "data": 2, "expert": 2}, "layout.expert is 2"),
     ],
 )
 def test_layouts_that_are_no_mesh(fields: dict[str, Any], words: str) -> None:
@@ -55,6 +55,7 @@ def test_layouts_that_are_no_mesh(fields: dict[str, Any], words: str) -> None:
         (TINY, CUBE.model_copy(update={"micro_batch": 2}), {}, "deals out rows in 4 parts"),
         (TINY, SQUARE, {"checkpoint_every": 1, "checkpoint_keep": "matmuls"}, "checkpoint_keep is matmuls"),
         (TINY, SQUARE, {"optimizer_states": "8bit"}, "do not divide rows cut in 2"),
+        (TINY, SQUARE.model_copy(update={"context": 4}), {}, "2 query and 1 key heads, after 2 tensor ranks"),
     ],
 )
 def test_runs_that_a_mesh_refuses(spec: ModelSpec, layout: Layout, levers: dict[str, Any], words: str) -> None:
@@ -66,5 +67,6 @@ def test_runs_that_a_mesh_refuses(spec: ModelSpec, layout: Layout, levers: dict[
 def test_runs_that_a_mesh_takes() -> None:
     joint = replace(TINY, qk_norm=True, qk_norm_joint=True, kv_heads=4)
     sharded = SQUARE.model_copy(update={"data": 2, "zero": 1})
-    for spec, layout in ((TINY, SQUARE), (joint, CUBE), (replace(TINY, kv_heads=1), sharded)):
+    staged = CUBE.model_copy(update={"pipeline": 2, "context": 2})
+    for spec, layout in ((TINY, SQUARE), (joint, CUBE), (replace(TINY, kv_heads=1), sharded), (TINY, staged)):
         assert refused_by_trainer(Run(layout=layout, levers=Levers(checkpoint_every=1), spec=spec)) is None

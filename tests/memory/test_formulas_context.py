@@ -19,6 +19,7 @@ from tightfit.prove.rehearsal import rehearse
 PHASES: tuple[Phase, ...] = ("forward", "loss", "backward", "optimizer")
 AGAIN: dict[str, Any] = {"checkpoint_every": 1}
 TILED: dict[str, Any] = {**AGAIN, "offload_checkpoints": True, "tiles": 16}
+SQUARE = {"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}
 SHARED = {"context": 2, "ring": 2, "data": 2, "tensor": 2, "zero": 2}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any, int]] = {
     "exchange": ("llama-3.1-8b", {"context": 2}, {}, "bf16", 4096),
@@ -31,12 +32,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Any, int]] = {
     "ring in tiles": ("llama-3.1-8b", {"context": 8, "ring": 8, "zero": 3}, TILED | {"tiles": 8}, "bf16", 131072),
     "both": ("llama-3.1-8b", {"context": 8, "ring": 2, "zero": 3}, AGAIN, "pure-bf16", 65536),
     "data, tensor and a ring": ("llama-3.1-8b", SHARED, AGAIN, "bf16", 32768),
+    "2d and a ring": ("llama-3.1-8b", {"context": 2, "ring": 2, **SQUARE}, AGAIN, "bf16", 32768),
+    "2d and heads": ("llama-3.1-8b", {"context": 2, "zero": 3, **SQUARE}, {}, "bf16", 8192),
     "replicas": ("llama-3.1-8b", {"context": 2, "data": 2}, AGAIN, "fp32", 8192),
 }
 
 
-WIDER = {"ring in tiles": 0.02}
-"""Tiles under ZeRO-3 take one matrix's gradient more than the formula says, with and without context ranks."""
+WIDER = {"ring in tiles": (0.02, 0.02), "2d and a ring": (0.01, 0.02), "2d and heads": (0.01, 0.05)}
+"""Of peak and phases. Tiles under ZeRO-3 take one matrix's gradient more than the formula says, with and without
+context ranks; backward on a mesh takes less, as on a mesh alone."""
 
 
 @pytest.mark.parametrize("name", covering({name: case[:-1] for name, case in CASES.items()}))
@@ -46,10 +50,12 @@ def test_the_peak_is_the_simulations(name: str) -> None:
     windowed = tuple(layer for layer in spec.window_layers if layer < 4)
     spec = replace(spec, layers=4, window_layers=windowed, max_positions=max(length, spec.max_positions))
     given, levers_given = Layout.model_validate({"micro_batch": 1, **layout}), Levers.model_validate(levers)
-    workload = Workload(spec=spec, sequence_length=length, global_batch=given.data, precision=precision)
+    workload = Workload(
+        spec=spec, sequence_length=length, global_batch=given.data * given.micro_batch, precision=precision
+    )
     found = training_ledger(workload, given, levers_given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, given, levers_given)
-    near = WIDER.get(name, 0.01)
+    near, near_phase = WIDER.get(name, (0.01, 0.01))
     assert found.peak_allocated_bytes() == pytest.approx(truth.peak_allocated_bytes(), rel=near)
     for phase in PHASES:
-        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=near), phase
+        assert found.allocated_bytes(phase) == pytest.approx(truth.allocated_bytes(phase), rel=near_phase), phase

@@ -21,7 +21,7 @@ from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.layer_moments import attention_kind
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.rank import RankMemory, rank_memory
+from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.simulation import simulated
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
@@ -89,7 +89,7 @@ def saved_bytes(model: Decoder) -> int:
 
 def rank_of(spec: ModelSpec, precision: str, **levers: object) -> RankMemory:
     workload = Workload(spec=spec, sequence_length=LENGTH, global_batch=ROWS, precision=precision)  # type: ignore[arg-type]
-    return rank_memory(workload, Layout(micro_batch=ROWS), Levers.model_validate(levers), 0)
+    return RankMemory(workload, Layout(micro_batch=ROWS), Levers.model_validate(levers), 0)
 
 
 SLOW = ("tiny-mixtral", "tiny-olmoe", "tiny-qwen2-moe")

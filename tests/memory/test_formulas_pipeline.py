@@ -29,6 +29,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "replicas": ({"data": 2}, {}, 0.02),
     "zero-1": ({"data": 2, "zero": 1}, {}, 0.05),
     "tensor": ({"tensor": 2}, {}, 0.05),
+    "2d": ({"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2}, {}, 0.02),
+    "2d-2bw": ({"tensor": 4, "tensor_mesh": "2d", "micro_batch": 2, "schedule": "2bw"}, {}, 0.02),
+    "3d-recomputed": ({"tensor": 8, "tensor_mesh": "3d", "micro_batch": 4}, {"checkpoint_every": 1}, 0.02),
 }
 
 
@@ -37,7 +40,9 @@ def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
     fields, levers, most = CASES[name]
     layout, given = Layout.model_validate({"pipeline": 2, "micro_batch": 1, **fields}), Levers.model_validate(levers)
     spec = replace(preset("llama-3.1-8b"), layers=6)
-    workload = Workload(spec=spec, sequence_length=1024, global_batch=4 * layout.data, precision="bf16")
+    workload = Workload(
+        spec=spec, sequence_length=1024, global_batch=4 * layout.micro_batch * layout.data, precision="bf16"
+    )
     found = training_ledger(workload, layout, given, Overheads(context_bytes=0, slack_share=0, fsdp2=installed()))
     truth = rehearse(workload, layout, given)
     stages = {line.rank for line in truth.lines}

@@ -14,7 +14,7 @@ from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.keeping import layer_levels, level_options
 from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_input
-from tightfit.memory.formulas.rank import rank_memory
+from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import remembered_stage
 from tightfit.memory.formulas.step import backward
 from tightfit.models.presets import preset, preset_names
@@ -87,7 +87,7 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
     spec = few(LLAMA, 5)
     workload = Workload(spec=spec, sequence_length=32768, global_batch=1, precision="pure-bf16")
     levers = Levers(checkpoint_budget_bytes=budget_gb * 10**9, update_in_backward=update_in_backward)
-    rank = rank_memory(workload, Layout(micro_batch=1), levers, 0)
+    rank = RankMemory(workload, Layout(micro_batch=1), levers, 0)
     chosen = layer_levels(rank.shape, levers, range(spec.layers))
     assert len(set(chosen)) > 1
     assert list(chosen) == sorted(chosen, key=KEEP_LEVELS.index)

@@ -1,14 +1,16 @@
 """What `apply` makes of a decoder, and what it refuses."""
 
 import math
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.training import Case, train
 from tests.parallel.fake import fake_group
-from tests.train.models import ragged_batch, tiny_model
+from tests.train.models import TINY, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
@@ -16,6 +18,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES
 from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.mesh import make_mesh
+from tightfit.parallel.pipeline_stage import stage_outputs
 from tightfit.parallel.ranks import Ranks
 
 
@@ -75,3 +78,13 @@ def test_what_is_not_trained_is_refused(layout: Layout, levers: Levers, words: l
 def test_a_job_that_says_nothing_has_the_kernel_s_own_chunk() -> None:
     """Said twice, as planning must not import kernels and kernels are used without jobs."""
     assert Levers().loss_chunk_bytes == LOSS_CHUNK_BYTES == CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("mesh", "depth", "ranks", "rows"), [("2d", 1, 4, 2), ("2.5d", 2, 8, 1), ("3d", 1, 8, 1)])
+def test_a_stage_on_a_mesh_sends_its_block(mesh: Any, depth: int, ranks: int, rows: int) -> None:
+    """All tensor ranks together send the residual stream once; rows that are too few are filled up."""
+    layout = Layout(tensor=ranks, tensor_mesh=mesh, tensor_depth=depth, pipeline=2, micro_batch=4)
+    for given in (4, 3):
+        (sent,) = stage_outputs(TINY, layout, given, 8, torch.float32)
+        assert sent.shape == (rows, 8, TINY.hidden_size // 2)
+        assert ranks * sent.numel() == 4 * 8 * TINY.hidden_size

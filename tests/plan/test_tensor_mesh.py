@@ -39,6 +39,30 @@ def test_few_ranks_wait_longer_on_a_mesh() -> None:
     assert costs.step(square, Levers()).tensor_s > costs.step(line, Levers()).tensor_s
 
 
+def test_a_stage_sends_its_blocks_and_waits_for_its_layers() -> None:
+    """Half of the layers wait for half of a micro-batch's messages, and what is sent on is the same on any mesh."""
+    costs = Costs(WORKLOAD, parse_machine("16x8xH100-80GB"))
+    alone, staged = (costs.of(layout) for layout in (SQUARE, SQUARE.model_copy(update={"pipeline": 2})))
+    assert staged.tensor.one_way_s == pytest.approx(alone.tensor.one_way_s / 2, rel=0.05)
+    assert staged.stream_bytes == 64 * 4096 * WORKLOAD.spec.hidden_size * 2 / 64
+    line = costs.of(LINE.model_copy(update={"pipeline": 2}))
+    assert staged.send_s == line.send_s > 0
+    deep = costs.of(DEEP.model_copy(update={"pipeline": 2})).tensor.once_s
+    assert deep == pytest.approx(costs.of(DEEP).tensor.once_s / 2, rel=0.05)
+
+
+def test_larger_than_a_node_meshes_are_tried_beside_other_splits() -> None:
+    """Inside a node by a pin alone."""
+    machine, mesh_ranks = parse_machine("16x8xH100-80GB"), dict[str, set[int]]()
+    for asked in ({"pipeline": 2}, {"context": 4}, {"pipeline": 32, "tensor_mesh": "2d"}):
+        pins = Pins(layout={"micro_batch": 64, "data": 1, "zero": 0} | asked)
+        for layout in SearchSpace(WORKLOAD, machine, pins).layouts():
+            mesh_ranks.setdefault(str(asked), set()).add(layout.tensor if layout.tensor_mesh != "1d" else 0)
+    tried = list(mesh_ranks.values())
+    assert all(min(each - {0}) > 8 for each in tried[:2])
+    assert tried[2] == {4}
+
+
 def test_copies_of_weights_cost_memory() -> None:
     """A 2.5d mesh of depth 4 has a sixteenth of the weights on a rank; the others a sixty-fourth."""
     levers = Levers(checkpoint_every=1)

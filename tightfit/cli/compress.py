@@ -93,7 +93,7 @@ class CompressOptions:
 def compress(options: CompressOptions) -> None:
     """Quantize or prune a model layer by layer, with one layer in memory at a time.
 
-    Two things hold the whole model first: without --data it writes its own text, and --fit measures it in float32.
+    Without --data the model writes its own text first, and is in memory as a whole for that.
 
     Killed, it goes on where it was when the same command is given again. What comes out is a model everywhere:
     tightfit sample, evaluate --against and export take it, and transformers loads it.
@@ -223,5 +223,5 @@ def _fitted(
     job = CompressionJob(recipe=Recipe(()), format=options.form, **source)
     found = fit_bits(job, machine, options.context, options.method, progress.say)
     progress.say(found.describe(machine))
-    job = replace(job, recipe=found.recipe, expected_kl=found.choice.loss)
+    job = replace(job, recipe=found.recipe, expected_kl=found.choice.loss, measuring=found.measuring)
     return compress(job, progress.announce, progress.layer, write_report)

@@ -108,8 +108,11 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 
 
 def divide_gradient(x: Tensor, group: Group) -> Tensor:
-    """x, computed alike on all ranks; its gradient is divided by their number, as a later sum adds them up."""
-    return _Conjugate.apply(x, group, _same, lambda dy, group: dy / group.size())
+    """x, computed alike on all ranks; its gradient is divided by their number, as a later sum adds them up.
+
+    A copy of the few numbers: what a layer returns under FSDP2 may be no view.
+    """
+    return _Conjugate.apply(x, group, lambda x, group: x.clone(), lambda dy, group: dy / group.size())
 
 
 def _same(x: Tensor, group: Group) -> Tensor:

@@ -32,6 +32,7 @@ from tightfit.compress.report import Beside, CompressionReport, LayerReport, not
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
+from tightfit.memory.ledger import Ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import find_source_tokenizer
@@ -54,6 +55,8 @@ class CompressionJob(ShrinkingJob):
     format: str | None = None
     expected_kl: float | None = None
     """What the recipe was chosen to lose, where it was chosen so."""
+    measuring: Ledger | None = None
+    """What choosing it held in memory, where that was measured in this run."""
 
 
 Progress = Callable[[int, int, LayerReport], None]
@@ -86,7 +89,7 @@ class _Compression:
         self.config = self._config()  # refused before any text is read, if it cannot be said
         self.calibration = job.read_calibration(self.spec) if job.data else None
         writes = self.calibration is None and job.recipe.is_calibrated
-        self.predicted = replace(self._predicted(writes=writes), kl=job.expected_kl)
+        self.predicted = replace(self._predicted(writes=writes).after(job.measuring), kl=job.expected_kl)
         announce(self.predicted)
         if writes:
             self.calibration = job.read_calibration(self.spec)

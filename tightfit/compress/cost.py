@@ -10,7 +10,7 @@ Bytes of the result are exact but for how many outliers SpQR finds, for headers 
 shapes; gptq and awq pack scales and zero points a little otherwise. Nothing here imports torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.compress.matrices import matrices
 from tightfit.compress.memory import compression_ledger
@@ -46,6 +46,13 @@ class CompressionCost:
     """The text that layers are looked at with."""
     kl: float | None = None
     """Divergence from the original, nats a token, on some of these rows; predicted by `--fit` alone."""
+
+    def after(self, measuring: Ledger | None) -> "CompressionCost":
+        """With the phases of `measuring`, which came before in the same process."""
+        if measuring is None or self.ledger is None:
+            return self
+        ledger = self.ledger.with_lines(measuring.lines)
+        return replace(self, ledger=ledger, memory_bytes=ledger.peak_allocated_bytes())
 
 
 CANNOT_KEEP_ZEROS = ("spqr", "binary", "round")

@@ -3,14 +3,17 @@
     weights ≤ (card − CUDA context) / (1 + slack) − cache of N tokens − prefill − logits − one expanded matrix
 
 as the ledger of serving says (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix
-at a time, the layers of one input being one. The mix is measured once more as a whole before it is taken, beside every
-single width that fits. Sizes are those of the codes as a server holds them, to the byte.
+at a time, the layers of one input being one. The mix is measured once more as a whole before it is taken, beside the
+best single width that fits, both coded by the method that will code them: GPTQ gains more in some layers than in
+others, of which estimates for rounding to nearest know nothing. Sizes are those of the codes as a server holds them, to
+the byte.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
 
+import torch
 from torch import Tensor
 
 from tightfit.compress.bit_choice import (
@@ -21,27 +24,27 @@ from tightfit.compress.bit_choice import (
     group_of,
     least_bytes,
     options_of,
-    plain_bytes,
     recipe_for,
     scheme_of,
     units,
 )
-from tightfit.compress.compression import CompressionJob
-from tightfit.compress.cost import PLAIN_BYTES
+from tightfit.compress.compression import PLAIN_DTYPE, CompressionJob
 from tightfit.compress.kept_choice import KeptChoice
-from tightfit.compress.memory import FLOAT, PROBED_LENGTH, PROBED_ROWS
-from tightfit.compress.model_parts import NOT_DIVERGED
+from tightfit.compress.layer_compression import compress_layer
+from tightfit.compress.loss_probe import divergences
+from tightfit.compress.measuring_memory import measuring_ledger
+from tightfit.compress.memory import PROBED_LENGTH, PROBED_ROWS
+from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.sensitivity import Sensitivities, divergence, measure_sensitivities, rounded_to
+from tightfit.compress.rounded_streams import embedded, measured_losses
+from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.durable import require_new
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.memory.formulas.serving import serving_ledger
 from tightfit.memory.ledger import Ledger
-from tightfit.models.decoder import Decoder
-from tightfit.models.loading import digest_of, load_model, source_spec
+from tightfit.models.loading import digest_of, source_spec
 from tightfit.models.quantized.held_weights import expanded_bytes
-from tightfit.models.saving import require_float16
 from tightfit.models.spec import ModelSpec
 
 FITTED_METHODS = ("gptq", "rtn")
@@ -58,6 +61,8 @@ class Fit:
     ledger: Ledger
     card_bytes: int
     length: int
+    measuring: Ledger | None = None
+    """What measuring held; nothing where an earlier run has measured."""
 
     @property
     def perplexity_ratio(self) -> float:
@@ -74,7 +79,7 @@ class Fit:
         return (
             f"fits {machine.accelerator.name} with {self.length:,} tokens: {self.ledger.peak_bytes() / 2**30:.2f} of "
             f"{self.card_bytes / 2**30:.2f} GiB, weights {self.choice.bytes / 2**30:.3f} GiB; bits by set of layers: "
-            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} at most (KL {self.choice.loss:.4f}){copies}"
+            f"{told}; expected perplexity {self.perplexity_ratio - 1:+.1%} (KL {self.choice.loss:.4f}){copies}"
         )
 
 
@@ -96,26 +101,39 @@ def fit_ledger(spec: ModelSpec, stored_bytes: int, length: int) -> Ledger:
     return serving_ledger(spec, length=length, stored_bytes=stored_bytes, expanded_bytes=expanded)
 
 
-def best_mix(decoder: Decoder, rows: list[Tensor], found: Sensitivities, group: int, budget: int) -> BitChoice:
+def best_mix(
+    parts: ModelParts, rows: list[Tensor], found: Sensitivities, group: int, budget: int, method: str = "rtn"
+) -> BitChoice:
     """The mix of least expected loss within `budget` bytes, with its measured loss on `rows`.
 
-    Or one width for all, where that fits and was measured to lose less.
+    Or one width for all, where that fits and was measured to lose less. Both are coded by `method`.
     """
-    spec = decoder.spec
+    spec = parts.spec
     choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
-    with rounded_to(decoder, choice.bits, group):
-        mixed = replace(choice, loss=divergence(decoder, rows, found.reference))
     every = [
         BitChoice(dict.fromkeys(units(spec), bits), least_bytes(spec, bits, group), loss)
         for bits, loss in found.uniform.items()
     ]
-    return min([mixed, *(each for each in every if each.bytes <= budget)], key=lambda each: each.loss)
+    fitting = [each for each in every if each.bytes <= budget and each.bits != choice.bits]
+    tried = [choice, *sorted(fitting, key=lambda each: each.loss)[:1]]
+    if method == "gptq":
+        recipes = [recipe_for(spec, each, group, method) for each in tried]
+        tried = [
+            replace(each, loss=coded_loss(parts, rows, recipe, found.reference))
+            for each, recipe in zip(tried, recipes, strict=True)
+        ]
+    else:
+        [loss] = measured_losses(parts, rows, [choice.bits], group, found.reference)
+        tried[0] = replace(choice, loss=loss)
+    return min(tried, key=lambda each: each.loss)
 
 
-def describe_measuring(spec: ModelSpec) -> str:
-    """What is in memory while sensitivities are measured: all weights, and while they are rounded what they were."""
-    held_bytes = FLOAT * (2 * spec.params() - plain_bytes(spec) // PLAIN_BYTES)
-    return f"the whole model is measured in float32, {held_bytes / 2**30:.2f} GiB with what is rounded"
+def coded_loss(parts: ModelParts, rows: Sequence[Tensor], recipe: Recipe, known: Sequence[Tensor]) -> float:
+    """KL to the original, whose last layer gave `known`, of layers coded by `recipe` for these rows."""
+    stream = embedded(parts, rows)
+    for index in range(parts.spec.layers):
+        stream = compress_layer(parts.layer(index), index, recipe, stream, PLAIN_DTYPE).outputs
+    return divergences(parts.head(), known, [stream])[0]
 
 
 def fit_bits(
@@ -139,17 +157,36 @@ def fit_bits(
         )
     group = group_of(spec)
     calibration = job.read_calibration(spec)
-    facts = {"weights": digest_of(job.model), "rows": calibration.fingerprint(), "budget": budget, "group": group}
+    facts = {
+        "weights": digest_of(job.model),
+        "rows": calibration.fingerprint(),
+        "budget": budget,
+        "group": group,
+        "method": method,
+    }
     kept = KeptChoice(job.cache, spec, facts)
-    choice = kept.read()
+    choice, measuring = kept.read(), None
     if choice is None:
         rows = [row[None, :PROBED_LENGTH].to(job.device) for row in calibration.tokens[:PROBED_ROWS]]
-        choice = _measured_choice(job, rows, group, budget, say)
+        widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
+        measuring = measuring_ledger(spec, len(rows), rows[0].shape[1], len(widths))
+        say(describe_measuring(measuring))
+        parts = ModelParts(job.model, torch.device(job.device))
+        found = measure_sensitivities(parts, rows, group, widths=widths, say=say)
+        choice = best_mix(parts, rows, found, group, budget, method)
         kept.write(choice)
     else:
         say(f"bits were chosen by an earlier run: {kept.file}")
     recipe = recipe_for(spec, choice, group, method)
-    return Fit(choice, recipe, fit_ledger(spec, choice.bytes, length), card_bytes, length)
+    return Fit(choice, recipe, fit_ledger(spec, choice.bytes, length), card_bytes, length, measuring)
+
+
+def describe_measuring(ledger: Ledger) -> str:
+    """Before it begins."""
+    return (
+        "bits are chosen by how sensitive layers are, measured in float32 with one in memory at a time, about "
+        f"{ledger.peak_allocated_bytes() / 2**30:.2f} GiB"
+    )
 
 
 def _refuse(job: CompressionJob, spec: ModelSpec, method: str) -> None:
@@ -162,16 +199,3 @@ def _refuse(job: CompressionJob, spec: ModelSpec, method: str) -> None:
         )
     if spec.experts is not None:
         raise UserError("--fit does not know how sensitive experts are; say their bits in a --recipe")
-
-
-def _measured_choice(
-    job: CompressionJob, rows: list[Tensor], group: int, budget: int, say: Callable[[str], None]
-) -> BitChoice:
-    """The best mix of the whole model, in memory in float32 for this."""
-    spec = source_spec(job.model)
-    say(f"{describe_measuring(spec)}; layers are then coded one at a time")
-    decoder = load_model(job.model, device=job.device, packed=False).model
-    require_float16(decoder, job.model, NOT_DIVERGED)
-    widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
-    found = measure_sensitivities(decoder, rows, group, widths=widths, say=say)
-    return best_mix(decoder, rows, found, group, budget)

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from tightfit.compress.comparison import log_probabilities
-from tightfit.compress.memory import PROBED_LENGTH, PROBED_ROWS
+from tightfit.compress.memory import CHUNK_SHARE, PROBED_LENGTH, PROBED_ROWS
 from tightfit.compress.observation import through
 from tightfit.models.decoder import Decoder
-
-CHUNK_SHARE = 16
-"""Hidden numbers over tokens whose logits are in memory at a time: less than the copy of an end that was written."""
 
 
 def probed(stream: Sequence[Tensor]) -> list[Tensor]:
@@ -30,6 +27,25 @@ def probed(stream: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def chunks(head: Decoder, x: Tensor) -> tuple[Tensor, ...]:
+    """Hidden states [B, T, H] in parts [tokens, H] whose logits may be in memory together."""
+    return x.flatten(0, 1).split(max(head.spec.hidden_size // CHUNK_SHARE, 1))
+
+
+@torch.no_grad()
+def divergences(head: Decoder, known: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[float]:
+    """KL(original ‖ compressed) of each of `others` in nats a token, of what the last layers gave for the same rows."""
+    totals = [0.0] * len(others)
+    for row, x in enumerate(known):
+        for part, chunk in enumerate(chunks(head, x)):
+            p = log_probabilities(head, head.norm(chunk))
+            for number, made in enumerate(others):
+                q = log_probabilities(head, head.norm(chunks(head, made[row])[part]))
+                totals[number] += float((p.exp() * (p - q)).sum())
+    tokens = sum(x.shape[0] * x.shape[1] for x in known)
+    return [total / max(tokens, 1) for total in totals]
+
+
 class LossProbe:
     """Rows of the original, layer after layer; none where there are no calibration rows."""
 
@@ -40,14 +56,6 @@ class LossProbe:
         """Go through layer `index` of the original, which is all that `model` has."""
         self.original = through(model, index, self.original)
 
-    @torch.no_grad()
     def kl(self, head: Decoder, stream: Sequence[Tensor]) -> float | None:
         """Nats a token, of what the last compressed layer gave; `head` has the final norm and output projection."""
-        total = tokens = 0.0
-        for known, made in zip(self.original, probed(stream), strict=True):
-            step = max(head.spec.hidden_size // CHUNK_SHARE, 1)
-            for chunk in zip(*(x.flatten(0, 1).split(step) for x in (known, made)), strict=True):
-                p, q = (log_probabilities(head, head.norm(x)) for x in chunk)
-                total += float((p.exp() * (p - q)).sum())
-            tokens += known.shape[0] * known.shape[1]
-        return total / tokens if tokens else None
+        return divergences(head, self.original, [probed(stream)])[0] if self.original else None

@@ -38,6 +38,8 @@ BATCH_TOKENS = 8192
 FLOAT = 4
 PROBED_ROWS, PROBED_LENGTH = 8, 512
 """Calibration rows that what compressing loses is measured on, and their tokens; their noise is far below the loss."""
+CHUNK_SHARE = 16
+"""Hidden numbers over tokens whose logits are in memory at a time: less than the copy of an end that was written."""
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,17 @@ def layer_of(model: Decoder, index: int) -> Layer:
     return found
 
 
-def run_layer(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
+def layer_output(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
     """The residual stream [B, T, H] after `layer`."""
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    with tensor_float32(x.device):
-        output, _ = layer(x, model.forward_context(x, positions, None, None))
+    output, _ = layer(x, model.forward_context(x, positions, None, None))
     return output
+
+
+def run_layer(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
+    """The same, on a GPU with products in TensorFloat-32."""
+    with tensor_float32(x.device):
+        return layer_output(model, layer, x)
 
 
 @torch.no_grad()

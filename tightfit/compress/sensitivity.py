@@ -11,175 +11,151 @@ separate means, ½ · Σ mean g_o² · Δ_oj² · mean x_j², takes the layers b
 are. What remains is a factor for the error's size and for layers that perturb one another; so for every width the model
 with all layers at that width is measured, and the estimates of that width are scaled to add up to it. What is predicted
 is KL to the original, which is what the loss rises by where the original is well calibrated. GPTQ comes out better than
-rounding to nearest, so the estimate is then an upper one. The whole model is on the device in float32.
+rounding to nearest, so the estimate is then an upper one.
+
+One layer is in memory at a time. The rows go forward through the original and through every width, and what each layer
+of the original had for inputs is kept; then layers are read once more from the last to the first, each computed again
+from those inputs for the gradients that come back (memory: measuring_memory.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.compress.bit_choice import PLAIN_BITS, WIDTHS, scheme_of, units
-from tightfit.compress.scale_refit import nearest_fitted
+from tightfit.compress.bit_choice import WIDTHS, units
+from tightfit.compress.comparison import log_probabilities
+from tightfit.compress.loss_probe import chunks
+from tightfit.compress.model_parts import ModelParts
+from tightfit.compress.observation import layer_of, layer_output
+from tightfit.compress.rounded_streams import RoundedStreams, embedded, round_weight, units_of_layer, weight_of
 from tightfit.models.decoder import Decoder
 
 SMALLEST = 1e-12
+Losses = Mapping[str, Mapping[int, float]]
+"""Nats a token by unit and bits."""
 
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Expected KL (nats a token) by unit and bits; the measured KL of every width for all, and the original's loss.
+    """Expected KL by unit and bits, the measured KL of every width for all, and what the original's last layer gave."""
 
-    `reference` are the original's log-probabilities of every row, on the host.
-    """
-
-    losses: Mapping[str, Mapping[int, float]]
+    losses: Losses
     uniform: Mapping[int, float]
-    original_loss: float
     reference: Sequence[Tensor]
 
 
 def measure_sensitivities(
-    model: Decoder,
+    parts: ModelParts,
     rows: Sequence[Tensor],
     group: int,
     *,
     widths: Sequence[int] = WIDTHS,
     say: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """Of a float32 decoder on calibration rows [1, T] each."""
-    estimates = _estimates(model, rows, widths, group)
+    """Of the model in `parts` on calibration rows [1, T] each."""
+    kept, streams = _forward(parts, rows, widths, group)
+    reference, head = kept.pop(), parts.head()
+    uniform = dict(zip(widths, streams.divergences(head, reference), strict=True))
+    for bits, kl in uniform.items():
+        say(f"all layers at {bits} bits: KL {kl:.4f}")
+    gradients = _gradients_of_drawn(head, reference)
+    del streams, head
+    estimates = _backward(parts, kept, gradients, widths, group)
     say("measured the gradients of all layers")
-    reference, loss = reference_predictions(model, rows)
-    uniform: dict[int, float] = {}
-    for bits in widths:
-        with rounded_to(model, dict.fromkeys(units(model.spec), bits), group):
-            uniform[bits] = divergence(model, rows, reference)
-        say(f"all layers at {bits} bits: KL {uniform[bits]:.4f}")
-    factors = {bits: uniform[bits] / max(sum(e[bits] for e in estimates.values()), SMALLEST) for bits in widths}
-    scaled = {unit: {bits: factors[bits] * kl for bits, kl in each.items()} for unit, each in estimates.items()}
-    return Sensitivities(scaled, uniform, loss, reference)
+    return Sensitivities(_scaled(estimates, uniform), uniform, reference)
 
 
-def weights_of(model: Decoder, name: str) -> Tensor:
-    """A matrix [outputs, inputs]."""
-    return model.get_parameter(f"{name}.weight")
+@torch.no_grad()
+def _forward(
+    parts: ModelParts, rows: Sequence[Tensor], widths: Sequence[int], group: int
+) -> tuple[list[list[Tensor]], RoundedStreams]:
+    """Inputs of every layer of the original, and what its last one gave; the rows behind all layers of every width."""
+    kept = [embedded(parts, rows)]
+    streams = RoundedStreams(kept[0], [dict.fromkeys(units(parts.spec), bits) for bits in widths], group)
+    for index in range(parts.spec.layers):
+        model = parts.layer(index)
+        kept.append([layer_output(model, layer_of(model, index), x) for x in kept[-1]])
+        streams.follow(model, index)
+    return kept, streams
 
 
-class _Estimate:
-    """½ · Σ over tokens of Σ_oj g_o² Δ_oj² x_j² of a linear layer, for every width; passes of the model fill it."""
-
-    def __init__(self, weight: Tensor, widths: Sequence[int], group: int) -> None:
-        self.weight, self.group = weight, group
-        self.sums = dict.fromkeys(widths, 0.0)
-        self.tokens = 0
-
-    def follow(self, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        """A forward hook: wait for the gradient of what was made of this input."""
-        squares = arguments[0].detach().flatten(0, -2).square()
-        output.register_hook(lambda gradient: self._add(squares, gradient.detach().flatten(0, -2).square()))
-
-    @torch.no_grad()
-    def _add(self, inputs: Tensor, gradients: Tensor) -> None:
-        """Squares of both, [tokens, size]."""
-        for bits in self.sums:
-            change = round_weight(self.weight, bits, self.group) - self.weight
-            self.sums[bits] += 0.5 * float(((gradients @ change.square()) * inputs).sum())
-        self.tokens += len(inputs)
-
-    def kl(self, bits: int) -> float:
-        """A token."""
-        return self.sums[bits] / self.tokens
+def _gradients_of_drawn(head: Decoder, reference: Sequence[Tensor]) -> list[Tensor]:
+    """Of the loss of labels drawn from the model's predictions, summed over tokens, by what the last layer gave."""
+    generator = torch.Generator(device=reference[0].device).manual_seed(0)
+    return [
+        torch.cat([_gradient_of_drawn(head, chunk, generator) for chunk in chunks(head, x)]).view_as(x)
+        for x in reference
+    ]
 
 
-def _estimates(
-    model: Decoder, rows: Sequence[Tensor], widths: Sequence[int], group: int
+def _gradient_of_drawn(head: Decoder, x: Tensor, generator: torch.Generator) -> Tensor:
+    x = x.detach().requires_grad_()
+    log_p = log_probabilities(head, head.norm(x))
+    drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+    [gradient] = torch.autograd.grad(-log_p.gather(-1, drawn).sum(), x)
+    return gradient
+
+
+def _backward(
+    parts: ModelParts, kept: list[list[Tensor]], gradients: list[Tensor], widths: Sequence[int], group: int
 ) -> dict[str, dict[int, float]]:
-    """By unit and width, before they are scaled."""
-    named = units(model.spec)
-    found = {name: _Estimate(weights_of(model, name), widths, group) for names in named.values() for name in names}
-    handles = [model.get_submodule(name).register_forward_hook(own.follow) for name, own in found.items()]
-    generator = torch.Generator(device=model.embed.weight.device).manual_seed(0)
+    """Estimates by unit and width, before they are scaled; `kept` and `gradients` are used up."""
+    found: dict[str, dict[int, float]] = {}
+    for index in reversed(range(parts.spec.layers)):
+        model, inputs = parts.layer(index), kept.pop()
+        named = units_of_layer(model, index)
+        pairs = {name: _Pairs(weight_of(model, name)) for names in named.values() for name in names}
+        tokens = _through_gradients(model, index, inputs, gradients, pairs)
+        for unit, names in named.items():
+            estimates = [pairs.pop(name).estimates(widths, group) for name in names]
+            found[unit] = {bits: sum(each[bits] for each in estimates) / tokens for bits in widths}
+    return found
+
+
+def _through_gradients(
+    model: Decoder, index: int, inputs: Sequence[Tensor], gradients: list[Tensor], pairs: Mapping[str, "_Pairs"]
+) -> int:
+    """Gradients of a layer's outputs become those of its inputs, and `pairs` see both sides; how many tokens."""
+    model.requires_grad_(False)  # gradients of weights would be the layer once more
+    handles = [model.get_submodule(name).register_forward_hook(each.follow) for name, each in pairs.items()]
     try:
-        with _frozen(model):
-            for tokens in rows:
-                logits = model(tokens).logits
-                assert logits is not None
-                flat = logits.float().flatten(0, 1)
-                drawn = torch.multinomial(flat.detach().softmax(-1), 1, generator=generator)[:, 0]
-                F.cross_entropy(flat, drawn, reduction="sum").backward()
+        for number, x in enumerate(inputs):
+            x = x.detach().requires_grad_()
+            output = layer_output(model, layer_of(model, index), x)
+            [gradients[number]] = torch.autograd.grad(output, x, gradients[number])
     finally:
         for handle in handles:
             handle.remove()
-    return {
-        unit: {bits: sum(found[name].kl(bits) for name in names) for bits in widths} for unit, names in named.items()
-    }
+    return sum(x.shape[0] * x.shape[1] for x in inputs)
 
 
-@contextmanager
-def _frozen(model: Decoder) -> Iterator[None]:
-    """Gradients of what layers give and none of weights, which would be another model in float32."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handle = model.embed.register_forward_hook(lambda module, arguments, output: output.requires_grad_())
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        handle.remove()
-        for parameter in trained:
-            parameter.requires_grad_(True)
+class _Pairs:
+    """Σ over tokens of g_o² · x_j² of a linear layer; its passes fill it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.sums = weight, torch.zeros_like(weight)
+
+    def follow(self, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        """A forward hook: wait for the gradient of what was made of this input."""
+        inputs = arguments[0].detach()
+        output.register_hook(lambda gradient: self._add(inputs, gradient.detach()))
+
+    @torch.no_grad()
+    def _add(self, inputs: Tensor, gradients: Tensor) -> None:
+        self.sums.addmm_(gradients.flatten(0, -2).square().T, inputs.flatten(0, -2).square())
+
+    @torch.no_grad()
+    def estimates(self, widths: Sequence[int], group: int) -> dict[int, float]:
+        """½ · Σ g_o² Δ_oj² x_j² of every width."""
+        return {bits: 0.5 * self._weighed(round_weight(self.weight, bits, group)) for bits in widths}
+
+    def _weighed(self, rounded: Tensor) -> float:
+        return float(rounded.sub_(self.weight).square_().mul_(self.sums).sum())
 
 
-def round_weight(weight: Tensor, bits: int, group: int) -> Tensor:
-    """A matrix as `--method rtn` codes it."""
-    return nearest_fitted(weight.float(), scheme_of(bits, group)).dequantize()
-
-
-@contextmanager
-def rounded_to(model: Decoder, bits: Mapping[str, int], group: int) -> Iterator[None]:
-    """The model with units rounded to their bits; the weights come back afterwards."""
-    kept: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for unit, names in units(model.spec).items():
-            for name in names if bits[unit] != PLAIN_BITS else ():
-                weight = weights_of(model, name)
-                kept[name] = weight.detach().clone()
-                weight.copy_(round_weight(weight, bits[unit], group))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, weight in kept.items():
-                weights_of(model, name).copy_(weight)
-
-
-@torch.no_grad()
-def reference_predictions(model: Decoder, rows: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Log-probabilities of the original on every row, on the host, and its loss."""
-    found, total, count = [], 0.0, 0
-    for tokens in rows:
-        logits = model(tokens).logits
-        assert logits is not None
-        log_p = logits.float().log_softmax(-1)
-        total -= float(log_p[:, :-1].gather(-1, tokens[:, 1:, None]).sum())
-        count += tokens.shape[1] - 1
-        found.append(log_p.cpu())
-    return found, total / max(count, 1)
-
-
-@torch.no_grad()
-def divergence(model: Decoder, rows: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """Mean KL(original ‖ model) a token."""
-    total, count = 0.0, 0
-    for tokens, known in zip(rows, reference, strict=True):
-        logits = model(tokens).logits
-        assert logits is not None
-        log_q = logits.float().log_softmax(-1)
-        log_p = known.to(log_q)
-        total += float((log_p.exp() * (log_p - log_q)).sum())
-        count += tokens.numel()
-    return total / max(count, 1)
+def _scaled(estimates: Losses, uniform: Mapping[int, float]) -> dict[str, dict[int, float]]:
+    """Estimates of every width that add up to what all layers at that width lose."""
+    factors = {bits: kl / max(sum(each[bits] for each in estimates.values()), SMALLEST) for bits, kl in uniform.items()}
+    return {unit: {bits: factors[bits] * kl for bits, kl in each.items()} for unit, each in estimates.items()}

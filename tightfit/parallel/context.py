@@ -15,10 +15,13 @@ ranks together, and ZeRO splits over both (mesh.py). Everything but attention is
 heads that are too few, and for links that are slow: its messages are on their way while attention runs.
 
 The decoder is unchanged. Four of its methods are replaced, which Decoder.forward and pipeline stages both call:
-positions, embedding, what layers share (`ForwardContext.attend` takes attention's place) and the loss. Routed layers
-balance their load over the tokens of all pieces of a row, as one process would.
+positions, embedding, what layers share (`ForwardContext.attend` takes attention's place) and the loss. They call the
+ones they replace, which a mesh of tensor ranks may have replaced before: it then deals out the rows of which every
+context rank has some tokens. Routed layers balance their load over the tokens of all pieces of a row, as one process
+would.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -63,7 +66,8 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
         exchanging=layout.exchanging,
         exchanging_rank=0 if heads is None else heads.rank(),
     )
-    context = Context(model, split, heads, ring)
+    methods = (model.token_positions, model.embed_tokens, model.forward_context, model.loss)
+    context = Context(model, split, heads, ring, WholeRows(*methods))
     own: Any = vars(model)
     own[APPLIED] = split
     own["token_positions"] = context.token_positions
@@ -89,6 +93,16 @@ def _z_loss(group: dist.ProcessGroup, logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class WholeRows:
+    """Methods of a decoder that is given whole rows."""
+
+    token_positions: Callable[[Tensor, Tensor | None, KeyValueCache | None], Tensor]
+    embed_tokens: Callable[[Tensor, Tensor], Tensor]
+    forward_context: Callable[[Tensor, Tensor, Tensor | None, KeyValueCache | None], ForwardContext]
+    loss: Callable[[Tensor, Tensor, float | Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
 class Context:
     """What a decoder does with whole rows, of which this rank has some tokens."""
 
@@ -96,6 +110,8 @@ class Context:
     split: RowSplit
     heads_group: dist.ProcessGroup | None
     ring_group: dist.ProcessGroup | None
+    whole: WholeRows
+    """The decoder's methods as they were."""
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """Positions of this rank's tokens in their documents, from whole rows."""
@@ -103,22 +119,24 @@ class Context:
             raise UserError("a model whose rows are split over ranks cannot generate; load the checkpoint on one")
         if sentence := unshared_rows(tokens.shape[1], self.split.ranks, self.split.ring):
             raise UserError(sentence)
-        return self.split.cut(Decoder.token_positions(self.model, tokens, documents, None))
+        return self.split.cut(self.whole.token_positions(tokens, documents, None))
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings of this rank's tokens of whole rows; `positions` are of these tokens."""
-        return Decoder.embed_tokens(self.model, self.split.cut(tokens), positions)
+        return self.whole.embed_tokens(self.split.cut(tokens), positions)
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
         """The summed loss of this rank's tokens; `labels` are of whole rows."""
-        return Decoder.loss(self.model, x, self.split.cut(labels), divisor)
+        return self.whole.loss(x, self.split.cut(labels), divisor)
 
     def forward_context(
         self, x: Tensor, positions: Tensor, documents: Tensor | None, cache: KeyValueCache | None
     ) -> ForwardContext:
         """Rope tables for this rank's tokens, and attention over whole rows."""
-        ctx = Decoder.forward_context(self.model, x, positions, None, cache)
-        length = positions.shape[1] * self.split.ranks
+        ctx = self.whole.forward_context(x, positions, documents, cache)
+        documents = ctx.mask.documents  # of the rows that this rank's attention has
+        own, length = positions.shape[1], positions.shape[1] * self.split.ranks
+        ctx.mask = AttentionMask(own, own, x.device)  # of pieces, which nobody attends to by themselves
         mask = AttentionMask(length, length, x.device, documents)
         ctx.attend, ctx.heads_multiple = partial(self.attend, mask), self.split.exchanging
         for rope in ctx.rope_tables:

@@ -124,10 +124,18 @@ class Stage(nn.Module):
 
 
 def stage_outputs(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What a stage sends on for one micro-batch of whole rows, as meta tensors: the tokens that this rank has."""
-    split, length = layout.tensor > 1 and layout.sequence_parallel, layout.local_length(length)
-    tokens = (1, tokens_per_rank(rows, length, layout.tensor)) if split else (rows, length)
-    stream = torch.empty(*tokens, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    """What a stage sends on for one micro-batch of whole rows, as meta tensors: what this rank has of the stream."""
+    shape = _stream_shape(layout, rows, layout.local_length(length), spec.hidden_size)
+    stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     if spec.experts is None:
         return (stream,)
     return stream, torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
+
+
+def _stream_shape(layout: Layout, rows: int, length: int, hidden_size: int) -> tuple[int, int, int]:
+    """Of the residual stream: whole, some tokens of it, or a block on a mesh of tensor ranks."""
+    if layout.tensor_mesh != "1d":
+        return -(-rows // layout.row_parts), length, hidden_size // layout.tensor_axes[2]
+    if layout.tensor > 1 and layout.sequence_parallel:
+        return 1, tokens_per_rank(rows, length, layout.tensor), hidden_size
+    return rows, length, hidden_size

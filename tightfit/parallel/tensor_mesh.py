@@ -21,7 +21,8 @@ the fused loss (kernels/vocab_parallel.py) then combines statistics over `row` r
 Gradients of copies are partial and summed once a step (tensor.py). With fewer key heads than ranks along heads, keys
 and values are gathered and each rank takes the head its queries use. Fewer rows than parts (the last batch of an
 evaluation) are filled up with rows that do not count. Refused, with reasons, in jobs/rules/tensor_mesh.py: routed
-layers, latent attention, pipelines, context ranks, tiles.
+layers, latent attention, tiles. A pipeline's stages send blocks of the residual stream, each rank to the one at its
+place in the next mesh; context ranks cut rows before a mesh deals them out, and attend together (context.py).
 """
 
 import re
@@ -76,20 +77,21 @@ PER_HEAD = r"\.(q_norm|k_norm)\."
 
 
 def mesh_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
-    """Cut `model` to this rank's blocks, in place; it may be on the meta device."""
+    """Cut `model`, of which a pipeline may have left a stage, to this rank's blocks; it may be on the meta device."""
     axes = block_axes(mesh)
     blocks = Blocks(axes, cube=layout.tensor_mesh == "3d")
     splits = {name: _split(name, p, axes, model, cube=blocks.cube) for name, p in model.named_parameters()}
     for name, split in splits.items():
         _cut(model, name, split)
-    if model.spec.tied:
+    if model.spec.tied and "embed.weight" in splits:
         model.head.weight = model.embed.weight
         splits["head.weight"] = splits["embed.weight"]
     remember_splits(model, splits)
-    cut_vocabulary = splits["embed.weight"].cuts[-2]
-    first, count = cut_vocabulary.bounds()
-    group = cut_vocabulary.mesh.get_group().group_name
-    model.impl = replace(model.impl, vocabulary=VocabularyRows(model.spec.vocab_size, first, count, group))
+    if (table := splits.get("embed.weight", splits.get("head.weight"))) is not None:  # a stage between has neither
+        cut_vocabulary = table.cuts[-2]
+        first, count = cut_vocabulary.bounds()
+        group = cut_vocabulary.mesh.get_group().group_name
+        model.impl = replace(model.impl, vocabulary=VocabularyRows(model.spec.vocab_size, first, count, group))
     _use_blocks(model, blocks)
 
 
@@ -161,11 +163,15 @@ def _use_blocks(model: Decoder, blocks: Blocks) -> None:
     """Replace what decoder and layers do with whole tensors."""
     whole = MeshDecoder(model, blocks)
     own: Any = vars(model)
+    # Of the module: FSDP2 gathers the shards of an untied embedding around its forward.
+    if model.embed is not None:
+        vars(model.embed)["forward"] = partial(_embed, model, blocks)
     own["token_positions"] = whole.token_positions
     own["embed_tokens"] = whole.embed_tokens
     own["forward_context"] = whole.forward_context
     own["loss"] = whole.loss
-    model.norm.forward = partial(_norm, model.norm, blocks.axes.column)
+    if model.norm is not None:
+        model.norm.forward = partial(_norm, model.norm, blocks.axes.column)
     layers: list[Any] = list(model.layers)
     for layer in layers:
         for norm in (layer.attention_norm, layer.attention_post_norm, layer.mlp_norm, layer.mlp_post_norm):
@@ -181,6 +187,13 @@ def _use_in_attention(attention: Any, blocks: Blocks, kv_heads: int) -> None:
     if attention.joint_norm and attention.q_norm is not None:
         for norm in (attention.q_norm, attention.k_norm):
             norm.forward = partial(_norm, norm, blocks.heads)
+
+
+def _embed(model: Decoder, blocks: Blocks, tokens: Tensor) -> Tensor:
+    """This rank's columns of its words, and zeros for the others."""
+    rows = model.impl.vocabulary
+    assert rows is not None
+    return embed_own_rows(tokens, blocks.columns(model.embed.weight), rows)
 
 
 def _norm(norm: Any, axis: DeviceMesh, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -241,10 +254,8 @@ class MeshDecoder:
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The block of the residual stream: this rank's rows and columns of it."""
         model, axes = self.model, self.blocks.axes
-        vocabulary = model.impl.vocabulary
-        assert vocabulary is not None
         every_row = self._parts(tokens).unflatten(0, (axes.depth.size(), -1))[axes.depth.get_local_rank()].flatten(0, 1)
-        found = embed_own_rows(every_row, self.blocks.columns(model.embed.weight), vocabulary)
+        found = model.embed(every_row)
         x = reduce_scatter(found, axes.row.get_group()).view(-1, tokens.shape[1], found.shape[-1])
         if model.spec.embedding_scale != 1.0:
             x = x * x.new_full((), model.spec.embedding_scale)

@@ -23,6 +23,7 @@ workload and machine and does what depends on the layout once (`of`), so that a 
 """
 
 from collections.abc import Sequence
+from functools import cache, partial
 from operator import attrgetter
 
 from tightfit.hardware.efficiency import MEASURED
@@ -36,18 +37,17 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
 from tightfit.plan.seconds.adapter import adapter_launch, adapter_params
 from tightfit.plan.seconds.context import context_ring, head_exchange_s
-from tightfit.plan.seconds.data import DataTraffic, data_traffic
+from tightfit.plan.seconds.data import DataTraffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
-from tightfit.plan.seconds.groups import Group, make_group
+from tightfit.plan.seconds.groups import Group
 from tightfit.plan.seconds.launches import host_share, late_update_launch_s, launch_s, update_launch_s
-from tightfit.plan.seconds.layer import LayerTime, layer_time
+from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.long_kernels import long_kernels
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
-from tightfit.plan.seconds.overlap import exposed_s
 from tightfit.plan.seconds.parameters import RankParams, model_params, rank_params
-from tightfit.plan.seconds.passes import PassSeconds
+from tightfit.plan.seconds.passes import PassSeconds, exposed_s
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.rates import card_rates
 from tightfit.plan.seconds.recompute import Recompute, recompute
@@ -78,23 +78,18 @@ class Costs:
         self.host_share = host_share(layer_launch_ms)
         self.launch_share = workload.engine.launch_share * self.host_share
         self.rates = card_rates(workload, machine, self.efficiency)
-        self._groups: dict[tuple[int, int], Group] = {}
+        self.group = cache(partial(Group, machine))
+        """`size` ranks that lie `stride` apart, given both."""
+        self.of = cache(partial(LayoutCost, self))
+        """What a step of a layout costs before levers."""
         self._layers: dict[object, LayerTime] = {}
         self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
-        self._layouts: dict[Layout, LayoutCost] = {}
-
-    def group(self, stride: int, size: int) -> Group:
-        """`size` ranks that lie `stride` apart."""
-        key = (stride, size)
-        if key not in self._groups:
-            self._groups[key] = make_group(self.machine, stride, size)
-        return self._groups[key]
 
     def layer(self, layout: Layout) -> LayerTime:
         """One layer under `layout`."""
         key = tokens_key(layout)
         if key not in self._layers:
-            self._layers[key] = layer_time(self.workload, self.rates, layout)
+            self._layers[key] = LayerTime(self.workload, self.rates, layout)
         return self._layers[key]
 
     def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
@@ -105,19 +100,13 @@ class Costs:
             params = rank_params(self.workload.spec, layout, layers)
             params = params if adapted is None else adapter_params(adapted, self.workload)
             bytes_s = self.rates.bytes_s
-            traffic = data_traffic(self.group, self.workload, layout, params, layers=layers, bytes_s=bytes_s)
+            traffic = DataTraffic(self.group, self.workload, layout, params, layers=layers, bytes_s=bytes_s)
             self._data[key] = params, traffic
         return self._data[key]
 
     def step(self, layout: Layout, levers: Levers) -> StepTime:
         """One optimizer step."""
         return self.of(layout).step(levers)
-
-    def of(self, layout: Layout) -> "LayoutCost":
-        """What a step of `layout` costs before levers."""
-        if layout not in self._layouts:
-            self._layouts[layout] = LayoutCost(self, layout)
-        return self._layouts[layout]
 
 
 class LayoutCost:
@@ -126,7 +115,7 @@ class LayoutCost:
     def __init__(self, costs: Costs, layout: Layout) -> None:
         workload, spec, tensor = costs.workload, costs.workload.spec, layout.tensor
         self.costs, self.layout = costs, layout
-        self._steps: dict[Levers, StepTime] = {}
+        self.step = cache(self._step)
         self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
         length = workload.sequence_length
         counts = layer_counts(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
@@ -143,7 +132,8 @@ class LayoutCost:
         self.backward_s = max(self.layers * layer.backward_s, with_head_backward_s)
 
         hidden_bytes = layer.tokens * spec.hidden_size * workload.weight_bytes
-        self.stream_bytes = hidden_bytes / (tensor if layout.sequence_parallel else 1)
+        splits_stream = layout.sequence_parallel or layout.tensor_mesh != "1d"
+        self.stream_bytes = hidden_bytes / (tensor if splits_stream else 1)
         self.tensor = self._tensor_traffic(counts, hidden_bytes)
         context = {"tokens": layer.tokens, "bytes_s": costs.rates.bytes_s}
         exchange_s = head_exchange_s(costs.group, workload, layout, **context)
@@ -173,16 +163,18 @@ class LayoutCost:
         if layout.tensor_mesh == "1d":
             return tensor_traffic(costs.group(1, layout.tensor), layout, counts, hidden_bytes)
         messages = MeshMessages(workload.spec, layout, self.layer.tokens)
-        number_bytes, bytes_s = workload.weight_bytes, costs.rates.bytes_s
-        return mesh_traffic(costs.group, layout, messages, number_bytes=number_bytes, bytes_s=bytes_s)
-
-    def step(self, levers: Levers) -> StepTime:
-        """One optimizer step with `levers`, worked out once."""
-        if levers not in self._steps:
-            self._steps[levers] = self._step(levers)
-        return self._steps[levers]
+        return mesh_traffic(
+            costs.group,
+            layout,
+            messages,
+            counts,
+            params=self.params.dense,
+            number_bytes=workload.weight_bytes,
+            bytes_s=costs.rates.bytes_s,
+        )
 
     def _step(self, levers: Levers) -> StepTime:
+        """One optimizer step with `levers`."""
         layout, micro, costs = self.layout, self.micro_batches, self.costs
 
         # One micro-batch: the card's own work, and what it waits for the host to launch.
@@ -200,7 +192,7 @@ class LayoutCost:
 
         # Of the step, what hides behind these.
         hiding_backward_s = whole.backward_s + again.seconds + waits.both_s
-        reference_launches_s = self._reference_launches(levers, again).both_s
+        reference_launches_s = self._launches(levers, again, costs.workload.engine.launch_share).both_s
         return StepTime(
             compute_s=micro * compute.both_s,
             recompute_s=micro * again.seconds,
@@ -268,11 +260,10 @@ class LayoutCost:
 
     def _compute(self, levers: Levers) -> PassSeconds:
         """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
-        costs, tensor = self.costs, self.layout.tensor
-        engine = costs.workload.engine
-        fp8 = fp8_more_s(costs.machine, costs.efficiency, costs.workload.spec, levers, self.layer, tensor, engine)
-        tiled = tiled_more_s(costs.workload, costs.rates, self.layer, levers, tensor=tensor)
-        plain = levers.loss == "plain" or engine.passes.logits is not None
+        costs, workload, tensor = self.costs, self.costs.workload, self.layout.tensor
+        fp8 = fp8_more_s(workload, costs.machine, costs.efficiency, self.layer, levers, tensor=tensor)
+        tiled = tiled_more_s(workload, costs.rates, self.layer, levers, tensor=tensor)
+        plain = levers.loss == "plain" or workload.engine.passes.logits is not None
         plain_loss_s = self.layer.plain_loss_more_s if plain else 0.0
         return PassSeconds(
             self.forward_s + self.layers * (fp8.forward_s + tiled.forward_s),
@@ -286,14 +277,10 @@ class LayoutCost:
         if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
             return False
         again = recompute(workload, self.layout, levers, self.layer, self.layers)
-        host_s = self._reference_launches(levers, again).both_s
+        host_s = self._launches(levers, again, workload.engine.launch_share).both_s
         card_s = self._compute(levers).both_s + again.seconds
         card_s += self._update_s(levers) if levers.update_in_backward else 0.0
         return levers.cuda_graph == "always" or SLOW_HOST * host_s > card_s
-
-    def _reference_launches(self, levers: Levers, again: Recompute) -> PassSeconds:
-        """The launches of forward and backward on the measured host, one by one."""
-        return self._launches(levers, again, self.costs.workload.engine.launch_share)
 
     def _replay(self) -> PassSeconds:
         """The host's seconds of launching a graph, forward and backward at once."""

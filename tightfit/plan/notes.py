@@ -7,7 +7,6 @@ from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import product_share
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.rules.refusals import refused_workload
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import INSTALLED
@@ -35,9 +34,8 @@ def notes_on(plan: Plan, positions: int | None) -> Iterator[str]:
             "under schedule 2bw gradients are of weights one update old; the pipeline waits where it saves and "
             "evaluates"
         )
-    machine, workload = plan.machine, plan.workload
-    about_speed = mesh_note(plan), one_gpu_note(plan), _rates_note(machine, workload.precision)
-    yield from filter(None, (*about_speed, _untried_note(machine, workload), _unproven_note(machine, workload)))
+    yield from filter(None, (mesh_note(plan), one_gpu_note(plan)))
+    yield from _on_the_card(plan.machine, plan.workload)
 
 
 def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
@@ -79,38 +77,27 @@ def _on_memory(plan: Plan) -> Iterator[str]:
         )
 
 
-def _rates_note(machine: Machine, precision: PrecisionName) -> str | None:
-    """Whose rates the times are made of, where they are not the measured card's."""
-    card = machine.accelerator
-    if machine.calibration is not None:
-        return f"times use what `tightfit calibrate` measured on this machine on {machine.calibration.date}"
-    if card.family == MEASURED_CARD:
-        return None
-    share = product_share(card, peak_flop_s(precision, machine) / machine.ranks / 1e12)
-    return (
-        f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
-        "measures it where you have one"
-    )
-
-
-def _untried_note(machine: Machine, workload: Workload) -> str | None:
-    """That our kernels were never run on such a card."""
-    vendor = machine.accelerator.vendor
-    if vendor == "NVIDIA" or workload.engine_name != "tightfit":
-        return None
-    return f"nobody has run tightfit on {vendor} cards: kernels are tested on NVIDIA's and on CPUs"
-
-
-def _unproven_note(machine: Machine, workload: Workload) -> str | None:
-    """What several GPUs have not shown yet, where `tightfit doctor` has not examined them."""
-    calibration = machine.calibration
-    is_examined = calibration is not None and calibration.collectives is not None
-    if machine.ranks == 1 or workload.engine_name != "tightfit" or is_examined:
-        return None
-    return (
-        "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit doctor` "
-        "first"
-    )
+def _on_the_card(machine: Machine, workload: Workload) -> Iterator[str]:
+    """Whose rates the times are made of, where they are not the measured card's, and what was never run on such cards
+    or on several."""
+    card, calibration = machine.accelerator, machine.calibration
+    if calibration is not None:
+        yield f"times use what `tightfit calibrate` measured on this machine on {calibration.date}"
+    elif card.family != MEASURED_CARD:
+        share = product_share(card, peak_flop_s(workload.precision, machine) / machine.ranks / 1e12)
+        yield (
+            f"times assume that products reach {share:.0%} of the card's peak (docs/hardware.md); `tightfit calibrate` "
+            "measures it where you have one"
+        )
+    if workload.engine_name != "tightfit":
+        return
+    if card.vendor != "NVIDIA":
+        yield f"nobody has run tightfit on {card.vendor} cards: kernels are tested on NVIDIA's and on CPUs"
+    if machine.ranks > 1 and (calibration is None or calibration.collectives is None):
+        yield (
+            "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit "
+            "doctor` first"
+        )
 
 
 def mesh_note(plan: Plan) -> str | None:
@@ -166,7 +153,7 @@ def _captured_s(plan: Plan, costs: Costs, layout: Layout) -> float | None:
     """Seconds of the plan's step on one card; None where it is no graph or does not fit, with these levers."""
     try:
         captured = costs.of(layout).is_captured(plan.levers)
-        fits = peaks(plan.workload, layout, plan.levers, INSTALLED).gpu_bytes <= costs.machine.accelerator.memory_bytes
+        fits = _fits(plan, layout)
     except UserError:  # a budget of activations that is too small for one card
         return None
     return costs.step(layout, plan.levers).step_s if captured and fits else None

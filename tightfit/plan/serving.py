@@ -6,6 +6,7 @@ the layers and token; attention comes on top). Both are limits at the measured s
 stand predictions of our engine (serving_time.py). More cards serve a copy each.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.served_weights import rounded_weights
 from tightfit.memory.formulas.overheads import ON_CPU
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
@@ -35,7 +37,7 @@ CODED = {
 }
 """What `tightfit compress` makes of a dense model's layers by these names; embedding and head stay in 16 bits."""
 
-CPU_ELEMENT_BYTES = 4
+CPU_ELEMENT_BYTES = FLOAT32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,14 +211,9 @@ class Serving:
     @property
     def most_requests(self) -> int:
         """How many such requests the card has room for at a time."""
-        most = 1
-        while replace(self, requests=most).fits:
-            most *= 2
-        least = most // 2
-        while most - least > 1:
-            middle = (least + most) // 2
-            least, most = (middle, most) if replace(self, requests=middle).fits else (least, middle)
-        return least
+        logits_bytes = FLOAT32_BYTES * self.spec.vocab_size  # of each: the least it takes
+        counts = range(1, self.machine.accelerator.memory_bytes // logits_bytes + 2)
+        return bisect_left(counts, True, key=lambda count: not replace(self, requests=count).fits)
 
     def changes(self) -> list[str]:
         """What would fit, the smallest step of each kind."""

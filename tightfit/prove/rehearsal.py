@@ -8,7 +8,6 @@ are compared with measurements.
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -22,9 +21,12 @@ from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
 from tightfit.levers.adapter import attach
 from tightfit.levers.policy.offload import offloads_states
+from tightfit.levers.policy.segments import grows_segments
+from tightfit.memory.allocator import CachingAllocator
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
+from tightfit.memory.growing_allocator import GrowingAllocator
 from tightfit.memory.ledger import Ledger, Line
 from tightfit.memory.simulation import fake_world, first_chunk_only, simulated
 from tightfit.memory.trace import Replay, Trace, ledger_of_replay
@@ -127,7 +129,11 @@ def _replay(
     captured: bool = False,
 ) -> Replay:
     """The replay of the whole model or stage where that is quick, else extrapolated from two shallow models."""
-    replay = partial(Trace.replay, captured=captured, update_captured=levers.update_in_backward)
+
+    def replay(trace: Trace) -> Replay:
+        allocator = GrowingAllocator() if grows_segments(layout) else CachingAllocator()
+        return trace.replay(allocator, captured=captured, update_captured=levers.update_in_backward)
+
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
     direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers

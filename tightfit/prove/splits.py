@@ -37,6 +37,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "tensor": {"": {}, "whole sequence": {"sequence_parallel": False}},
     "expert": {"": {}, "ZeRO-3": {"zero": 3}},
 }
+BESIDE_MESHES: dict[str, dict[str, Any]] = {
+    "": {},
+    "data": {"zero": 3},
+    "pipeline": {},
+    "ring": {"zero": 3},
+    "heads": {"zero": 3},
+}
+"""Axes of two ranks that are checked beside a mesh of tensor ranks, and how."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +105,16 @@ def _hybrid(ranks: int) -> list[Split]:
 
 
 def _meshes(ranks: int) -> Iterator[Split]:
-    """2D, 2.5D and 3D meshes of all ranks, and of half of them beside two data ranks under ZeRO-3."""
-    for data in (1, 2):
+    """2D, 2.5D and 3D meshes of all ranks, and of half of them beside what BESIDE_MESHES has two of."""
+    for beside, fields in BESIDE_MESHES.items():
+        others = 2 if beside else 1
         for kind, depth in (("2d", 1), ("2.5d", 2), ("3d", 1)):
-            tensor = ranks // data
+            tensor = ranks // others
             side = round(tensor ** (1 / 3)) if kind == "3d" else math.isqrt(tensor // depth)
-            if side < 2 or (side**3 if kind == "3d" else depth * side**2) * data != ranks:
+            if side < 2 or (side**3 if kind == "3d" else depth * side**2) * others != ranks:
                 continue
             rows = side * side if kind == "3d" else depth * side
-            fields = {"tensor_mesh": kind, "tensor_depth": depth, "micro_batch": rows, "zero": 3 if data > 1 else 0}
-            name = f"tensor {tensor} {kind}"
-            yield Split(
-                f"data {data} × {name}" if data > 1 else name,
-                Layout.of_axes({"data": data, "tensor": tensor}, **fields),
-            )
+            degrees = {"tensor": tensor} | ({beside: others} if beside else {})
+            mesh = {"tensor_mesh": kind, "tensor_depth": depth, "micro_batch": rows}
+            name = f"{beside} {others} × tensor {tensor} {kind}" if beside else f"tensor {tensor} {kind}"
+            yield Split(name, Layout.of_axes(degrees, **mesh | fields))

@@ -87,7 +87,7 @@ class CompressionProgress:
 def _quality_to_come(cost: "CompressionCost") -> str:
     """What is known of the loss before anything is written."""
     if cost.kl is not None:
-        return f"expected KL to the original {cost.kl:.4f} nats a token, rounded to nearest; measured when done"
+        return f"expected KL to the original {cost.kl:.4f} nats a token, of some rows; measured when done"
     if cost.calibration:
         return "what it costs in quality has no estimate before; KL to the original is measured on some of those rows"
     return "what it costs in quality has no estimate, and no text to measure it with: tightfit evaluate --against"

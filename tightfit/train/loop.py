@@ -48,6 +48,7 @@ from tightfit.train.progress import RunProgress
 from tightfit.train.quantized_result import quantized_parts, write_quantized
 from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
+from tightfit.train.segments import grow_segments
 from tightfit.train.short_collections import short_collections
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 from tightfit.train.stopping import StopRequest
@@ -103,6 +104,7 @@ def run_job(
     if sentence := job.refusal():
         raise UserError(sentence)
     with init_distributed(job.layout, choose_device(job.device)) as (mesh, device), ExitStack() as stack:
+        grow_segments(job.layout, device)
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
         decision = _agreed(ranks, lambda: _decided(job.output, start))

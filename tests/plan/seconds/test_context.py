@@ -7,8 +7,8 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.cost import Costs
 from tightfit.plan.seconds.context import MERGED_SHARE, Ring, exchanged_numbers, head_exchange_s
-from tightfit.plan.seconds.groups import CALL_S, make_group
-from tightfit.plan.seconds.overlap import CONTENTION
+from tightfit.plan.seconds.groups import CALL_S, Group
+from tightfit.plan.seconds.passes import CONTENTION
 
 BYTES_S = 3e12
 
@@ -77,7 +77,7 @@ def test_an_exchange_sends_all_but_its_own_part_and_copies_everything_once() -> 
     """Of Llama-3.1-8B, 4096 queries and outputs and 2 × 1024 keys and values a token, 2 bytes each."""
     asked, ranks, tokens = question("llama-3.1-8b", "8xH100-80GB", 32768, 8), 4, 8192
     qkv_bytes, out_bytes = 2 * tokens * (4096 + 2 * 1024), 2 * tokens * 4096
-    group = make_group(asked.machine, stride=1, size=ranks)
+    group = Group(asked.machine, stride=1, size=ranks)
     calls_s = 2 * (CALL_S + group.far_s)
     sent_s = (qkv_bytes + out_bytes) * (ranks - 1) / ranks / group.intra_bytes_s
     copied_s = 2 * (qkv_bytes + out_bytes) / BYTES_S

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.jobs.rules.rule import LAYOUT_RULES, RUN_RULES, Run, rule
 from tightfit.jobs.rules.shapes import indivisible, unshared_heads, unshared_rows
-from tightfit.jobs.rules.tensor_mesh import beside_a_mesh
+from tightfit.jobs.rules.tensor_mesh import indivisible_blocks
 
 if TYPE_CHECKING:
     from tightfit.jobs.layout import Layout
@@ -20,17 +20,17 @@ def a_ring_is_of_context_ranks(layout: "Layout") -> str | None:
     return None
 
 
-@rule(LAYOUT_RULES, "context", "tensor_mesh")
-def meshes_deal_out_whole_rows(layout: "Layout") -> str | None:
-    return beside_a_mesh(layout, "context", "which cuts the rows that a mesh deals out whole")
-
-
-@rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "model")
+@rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "layout.tensor_mesh", "model")
 def context_ranks_share_heads(run: Run) -> str | None:
-    layout = run.layout
-    if run.spec is None or layout.exchanging == 1 or indivisible(run.spec, layout.tensor):  # which tensor.py refuses
+    layout, spec = run.layout, run.spec
+    if spec is None or layout.exchanging == 1:
         return None
-    return unshared_heads(run.spec, layout.tensor, layout.exchanging, layout.context)
+    side = layout.tensor_axes[2]  # ranks that share heads
+    if layout.tensor_mesh == "1d" and indivisible(spec, side):  # which tensor.py refuses, as tensor_mesh.py does
+        return None
+    if layout.tensor_mesh != "1d" and indivisible_blocks(spec, layout.tensor_mesh, side):
+        return None
+    return unshared_heads(spec, side, layout.exchanging, layout.context)
 
 
 @rule(RUN_RULES, "layout.context", "layout.ring", "data.sequence_length")

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from tightfit.jobs.lever_table import computes_again
 from tightfit.jobs.rules.rule import LAYOUT_RULES, RUN_RULES, Run, rule
-from tightfit.jobs.rules.tensor_mesh import beside_a_mesh
 
 if TYPE_CHECKING:
     from tightfit.jobs.layout import Layout
@@ -26,9 +25,14 @@ def several_stages_interleave(layout: "Layout") -> str | None:
     return None
 
 
-@rule(LAYOUT_RULES, "pipeline", "tensor_mesh")
-def stages_send_whole_rows(layout: "Layout") -> str | None:
-    return beside_a_mesh(layout, "pipeline", "whose stages send each other rows that all tensor ranks have")
+@rule(LAYOUT_RULES, "schedule", "pipeline", "tensor_mesh")
+def a_mesh_goes_backward_once(layout: "Layout") -> str | None:
+    if layout.splits_backward and layout.tensor_mesh != "1d":
+        return (
+            f"layout.schedule is {layout.schedule}, which goes backward twice, for inputs and for weights, and a "
+            f"{layout.tensor_mesh} mesh would send the blocks of its products both times; take 1f1b"
+        )
+    return None
 
 
 @rule(RUN_RULES, "layout.pipeline", "layout.stages_per_rank", "model")

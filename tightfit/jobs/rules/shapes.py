@@ -30,14 +30,14 @@ def indivisible(spec: ModelSpec, tensor: int) -> str | None:
 
 
 def unshared_heads(spec: ModelSpec, tensor: int, exchanging: int, context: int) -> str | None:
-    """About heads that `exchanging` of the `context` ranks cannot share evenly.
+    """About heads that `exchanging` of the `context` ranks cannot share evenly, after `tensor` ranks have.
 
     Each gets some of the query heads and the key heads these use; fewer key heads than ranks are sent to several.
     """
     heads, kv_heads = spec.heads // tensor, max(1, spec.kv_heads // tensor)
     if heads % exchanging == 0 and (kv_heads % exchanging == 0 or exchanging % kv_heads == 0):
         return None
-    split = f", after layout.tensor={tensor}" if tensor > 1 else ""
+    split = f", after {tensor} tensor ranks have shared them" if tensor > 1 else ""
     return (
         f"{exchanging} of layout.context={context} ranks exchange heads, but the model has {heads} query and "
         f"{kv_heads} key heads{split}; set layout.ring so that context / ring divides them, or to {context}"

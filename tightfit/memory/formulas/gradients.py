@@ -13,7 +13,6 @@ While backward is at layer k (parallel/data.py, train/step.py):
 """
 
 import math
-from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -21,31 +20,72 @@ from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, de
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.stage import LayerVisit, StageMemory
 from tightfit.memory.formulas.states import States
+from tightfit.memory.formulas.working_weights import WorkingWeights
 
 
-class Gradients(NamedTuple):
+class Gradients:
     """How gradients come and go."""
 
-    element_bytes: int
-    """Of one as backward makes it."""
-    earlier_bytes: int
-    """There from one micro-batch to the next: DDP's buckets, or sums."""
-    add_in_place: bool
-    """Whether new ones are added to whole ones that are there."""
-    bytes_per_done_weight: float
-    """What a weight adds once its gradient is complete, where it is not there already."""
-    limit_bytes: int | None
-    """At most so many bytes of complete ones wait for the link to the host; None where all stay to the step's end."""
-    waiting_at_end_bytes: int
-    """Of updates inside backward, those that are not waited for when it ends."""
-    from_last_step_bytes: int
-    """Of the step before, whose updates have not been waited for when forward begins."""
-    head_bytes: int
-    """The output projection's, until the embedding's joins it or FSDP2 reduces it with the root."""
-    sent_head_bytes: int
-    """The same on its way to the host, until the next one is sent."""
-    deferred_weights: int
-    """Weights of the last layers whose updates are deferred until backward is over: theirs are not sent before."""
+    def __init__(
+        self,
+        layout: Layout,
+        levers: Levers,
+        stage: StageMemory,
+        states: States,
+        weights: WorkingWeights,
+        *,
+        summed_micro_batches: int,
+        share_with_sums: float = 1.0,
+    ) -> None:
+        """Of a rank that sums so many micro-batches, so far of `share_with_sums` of its layers."""
+        is_limited = bounds_gradients(levers)
+        self.element_bytes = states.element_bytes
+        """Of one as backward makes it."""
+        self.earlier_bytes = _earlier_bytes(layout, stage, states, summed_micro_batches)
+        """There from one micro-batch to the next: DDP's buckets, or sums."""
+        if share_with_sums < 1:
+            missing_share = (1 - share_with_sums) * self.earlier_bytes * stage.layer_weights / stage.weights
+            self.earlier_bytes -= round(missing_share)
+        one_by_one = weights.fsdp2.adds_one_by_one and weights.sums_whole
+        self.add_in_place = self.earlier_bytes > 0 and (layout.zero == 0 or one_by_one)
+        """Whether new ones are added to whole ones that are there: none waits for the rest of its layer."""
+
+        shard_bytes = _shard_bytes(layout, stage, states)
+        self.bytes_per_done_weight = 0.0
+        """What a weight adds once its gradient is complete, where it is not there already."""
+        if not self.earlier_bytes and (is_limited or not levers.update_in_backward):
+            self.bytes_per_done_weight = states.reduced_gradient_bytes if weights.sums_whole else shard_bytes
+            if layout.zero and layout.copies > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
+                # Beside the narrow shard, what groups that each hold a copy summed it from, to backward's end.
+                self.bytes_per_done_weight += states.reduced_gradient_bytes * states.owned / stage.weights
+        if has_buckets(layout) and summed_micro_batches == 1:  # in which experts apart are not
+            unbucketed_bytes = states.kept_gradient_bytes * _unbucketed_experts(layout, stage)
+            self.bytes_per_done_weight = unbucketed_bytes / stage.layer_weights
+
+        self.deferred_weights = _deferred_weights(levers, stage, states) if is_limited else 0
+        """Weights of the last layers whose updates are deferred until backward is over: theirs are not sent before."""
+        owned_share = states.owned / stage.weights
+        deferred_gradient_bytes = round(self.element_bytes * owned_share * self.deferred_weights)
+        own_head_bytes = self.element_bytes * stage.vocabulary * states.owned // stage.weights
+        self.limit_bytes = deferred_gradient_bytes + IN_FLIGHT_BYTES if is_limited else None
+        """At most so many bytes of complete ones wait for the link to the host; None where all stay to the end."""
+        self.waiting_at_end_bytes = deferred_gradient_bytes + max(IN_FLIGHT_BYTES, own_head_bytes) if is_limited else 0
+        """Of updates inside backward, those that are not waited for when it ends."""
+        self.from_last_step_bytes = round(shard_bytes * _not_waited_for(layout, stage, states, is_limited=is_limited))
+        """Of the step before, whose updates have not been waited for when forward begins."""
+        if is_limited:
+            others_bytes = 0 if stage.embedding else IN_FLIGHT_BYTES
+            self.from_last_step_bytes = min(self.from_last_step_bytes, deferred_gradient_bytes + others_bytes)
+
+        # A new gradient of the output projection; FSDP2 reduces the root's when backward is over, updated inside it or
+        # not.
+        makes_head = stage.span.has_head and not self.add_in_place
+        waits = not levers.update_in_backward or stage.shares_embedding or layout.zero > 0
+        head_bytes = self.element_bytes * stage.vocabulary if makes_head else 0
+        self.head_bytes = head_bytes if waits else 0
+        """The output projection's, until the embedding's joins it or FSDP2 reduces it with the root."""
+        self.sent_head_bytes = head_bytes if waits or is_limited else 0
+        """The same on its way to the host, until the next one is sent."""
 
     def done(self, weights: int) -> int:
         """Of so many weights whose gradients are complete."""
@@ -68,51 +108,6 @@ class Gradients(NamedTuple):
         if self.limit_bytes is not None:  # what the operation at work makes is not on its way yet
             complete_bytes = min(complete_bytes, self.limit_bytes - done_bytes + new_bytes)
         return complete_bytes + copies_bytes
-
-
-def make_gradients(
-    layout: Layout,
-    levers: Levers,
-    stage: StageMemory,
-    states: States,
-    *,
-    sums_whole: bool,
-    summed_micro_batches: int,
-    share_with_sums: float = 1.0,
-) -> Gradients:
-    """Of a rank that sums so many micro-batches, so far of `share_with_sums` of its layers; `sums_whole`: whole
-    gradients, though weights are sharded."""
-    element_bytes, is_limited = states.element_bytes, bounds_gradients(levers)
-    earlier_bytes = _earlier_bytes(layout, stage, states, summed_micro_batches)
-    if share_with_sums < 1:
-        earlier_bytes -= round((1 - share_with_sums) * earlier_bytes * stage.layer_weights / stage.weights)
-    adds_in_place = earlier_bytes > 0 and layout.zero == 0
-    grown_bytes = 0.0
-    if not earlier_bytes and (is_limited or not levers.update_in_backward):
-        grown_bytes = _grown_bytes(layout, stage, states, sums_whole=sums_whole)
-    if has_buckets(layout) and summed_micro_batches == 1:  # in which experts apart are not
-        grown_bytes = states.kept_gradient_bytes * _unbucketed_experts(layout, stage) / stage.layer_weights
-    deferred = _deferred_weights(levers, stage, states) if is_limited else 0
-    deferred_gradient_bytes = round(element_bytes * states.owned / stage.weights * deferred)
-    own_head_bytes = element_bytes * stage.vocabulary * states.owned // stage.weights
-    # A new gradient of the output projection; FSDP2 reduces the root's when backward is over, updated inside it or not.
-    makes_head = stage.span.has_head and not adds_in_place
-    head_waits = makes_head and (not levers.update_in_backward or stage.shares_embedding or layout.zero > 0)
-    head_bytes = element_bytes * stage.vocabulary
-    return Gradients(
-        element_bytes=element_bytes,
-        earlier_bytes=earlier_bytes,
-        add_in_place=adds_in_place,
-        bytes_per_done_weight=grown_bytes,
-        limit_bytes=deferred_gradient_bytes + IN_FLIGHT_BYTES if is_limited else None,
-        waiting_at_end_bytes=deferred_gradient_bytes + max(IN_FLIGHT_BYTES, own_head_bytes) if is_limited else 0,
-        from_last_step_bytes=_from_last_step_bytes(
-            layout, stage, states, deferred_gradient_bytes, is_limited=is_limited
-        ),
-        head_bytes=head_bytes if head_waits else 0,
-        sent_head_bytes=head_bytes if head_waits or (is_limited and makes_head) else 0,
-        deferred_weights=deferred,
-    )
 
 
 def has_buckets(layout: Layout) -> bool:
@@ -139,15 +134,6 @@ def _earlier_bytes(layout: Layout, stage: StageMemory, states: States, summed_mi
     return states.reduced_gradient_bytes * whole if layout.zero == 1 else states.kept_gradient_bytes * states.owned
 
 
-def _grown_bytes(layout: Layout, stage: StageMemory, states: States, *, sums_whole: bool) -> float:
-    """What a complete gradient leaves on this rank: itself, or its shard."""
-    grown_bytes = states.reduced_gradient_bytes if sums_whole else _shard_bytes(layout, stage, states)
-    if layout.zero and layout.copies > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
-        # Beside the narrow shard, what groups that each hold a copy summed it from: FSDP2 keeps that to backward's end.
-        grown_bytes += states.reduced_gradient_bytes * states.owned / stage.weights
-    return grown_bytes
-
-
 def _shard_bytes(layout: Layout, stage: StageMemory, states: States) -> float:
     """This rank's share of a weight's gradient; fewer ranks share experts than share the rest."""
     if layout.expert > 1 and layout.zero:
@@ -169,20 +155,16 @@ def _deferred_weights(levers: Levers, stage: StageMemory, states: States) -> int
     return math.ceil(stage.layer_weights * sum(matrices[:count]) / sum(matrices))
 
 
-def _from_last_step_bytes(
-    layout: Layout, stage: StageMemory, states: States, deferred_gradient_bytes: int, *, is_limited: bool
-) -> int:
-    """Gradients of matrices whose states are on the host, when the next forward pass looks up the embedding.
+def _not_waited_for(layout: Layout, stage: StageMemory, states: States, *, is_limited: bool) -> int:
+    """Weights of matrices whose states are on the host and are updated still when the next forward pass looks up the
+    embedding.
 
     Its own update, the last of a step, has then been waited for, and under FSDP2 the root's. Of updates inside backward
     so have been all but those that were deferred, if the embedding has one of its own.
     """
     on_gpu_bytes, on_host_bytes = states.resident.moments, states.host.moments
     offloaded = stage.weights * on_host_bytes // max(1, on_host_bytes + on_gpu_bytes)
-    if not on_gpu_bytes:
-        waited_for = stage.outside if layout.zero else stage.vocabulary
-        offloaded -= stage.embedding if is_limited else waited_for
-    waiting_bytes = round(_shard_bytes(layout, stage, states) * offloaded)
-    if not is_limited:
-        return waiting_bytes
-    return min(waiting_bytes, deferred_gradient_bytes + (0 if stage.embedding else IN_FLIGHT_BYTES))
+    if on_gpu_bytes:
+        return offloaded
+    waited_for = stage.outside if layout.zero else stage.vocabulary
+    return offloaded - (stage.embedding if is_limited else waited_for)

@@ -8,7 +8,6 @@ backward, inputs included unless those are offloaded (all but one).
 
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import NamedTuple
 
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
@@ -18,6 +17,8 @@ from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_level
 from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.models.spec import ModelSpec
+
+H200 = next(row for row in CATALOG if row.family == "H200")
 
 
 def layer_levels(shape: LocalShape, levers: Levers, layers: range | tuple[int, ...]) -> tuple[KeepLevel, ...]:
@@ -69,32 +70,19 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
 
 def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
     """Time of one layer computed again at each level."""
-    rates = _h200_rates(shape.spec.head_dim, shape.element_bytes)
-    attention_s = _attention_flops(shape, layer) / rates.attention_flop_s
-    products_s = 2 * shape.tokens * _recomputed_weights(shape, layer) / shape.tensor / rates.product_flop_s
+    peak_flop_s = 1e12 * (H200.rates.of("fp32" if shape.element_bytes == 4 else "bf16") or H200.rates.fp32)
+    attention_flop_s = peak_flop_s * by_head_size(MEASURED.attention_forward, shape.spec.head_dim)
+    attention_s = _attention_flops(shape, layer) / attention_flop_s
+    product_flop_s = peak_flop_s * MEASURED.matmul
+    products_s = 2 * shape.tokens * _recomputed_weights(shape, layer) / shape.tensor / product_flop_s
     recomputed_bytes = shape.tokens * shape.element_bytes * _recomputed_width(shape.spec, layer)
-    passes_s = recomputed_bytes / shape.tensor / rates.bytes_s
+    passes_s = recomputed_bytes / shape.tensor / (H200.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
     return {
         "nothing": attention_s + products_s + passes_s,
         "attention": products_s + passes_s,
         "matmuls": passes_s,
         "everything": 0.0,
     }
-
-
-class _Rates(NamedTuple):
-    product_flop_s: float
-    attention_flop_s: float
-    bytes_s: float
-
-
-@lru_cache(maxsize=64)
-def _h200_rates(head_dim: int, element_bytes: int) -> _Rates:
-    card = next(row for row in CATALOG if row.family == "H200")
-    peak_flop_s = 1e12 * (card.rates.of("fp32" if element_bytes == 4 else "bf16") or card.rates.fp32)
-    attention_share = by_head_size(MEASURED.attention_forward, head_dim)
-    bytes_s = card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth
-    return _Rates(peak_flop_s * MEASURED.matmul, peak_flop_s * attention_share, bytes_s)
 
 
 def _attention_flops(shape: LocalShape, layer: int) -> float:

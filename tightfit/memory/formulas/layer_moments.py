@@ -4,7 +4,7 @@ Moments of backward are in its order: the MLP's, then attention's. They count gr
 how many of the layer's weights there is a gradient; what such a gradient takes is the business of gradients.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from tightfit.jobs.precision import FLOAT32_BYTES
@@ -12,7 +12,6 @@ from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import attention_saved
-from tightfit.memory.formulas.tensor_mesh import CubicMlp, cubic_mlp
 
 AttentionKind = Literal["fused", "own"]
 
@@ -57,25 +56,22 @@ class LayerCost:
 
 def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
     """Of a layer that keeps `saved_bytes`, its first half and its second together."""
-    is_routed = shape.spec.is_routed(layer)
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
     # Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
     # Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or
     # recomputed, what attention did; then that and what the layer before's MLP did (collectives/conjugate.py).
     gathered_bytes = shape.hidden_bytes if shape.sequence_parallel else 0
-    extra_bytes = (_experts_extra if is_routed else _mlp_extra)(shape) + gathered_bytes
-    working_bytes = (_experts_working if is_routed else _mlp_working)(shape)
-    mlp = (_experts_backward if is_routed else _mlp_backward)(shape, saved_bytes)
-    attention = _attention_backward(shape, layer, attention_bytes, mlp[-1].complete_weights)
+    mlp = (_experts if shape.spec.is_routed(layer) else _dense_mlp)(shape, saved_bytes)
+    attention = _attention_backward(shape, layer, attention_bytes, mlp.backward[-1].complete_weights)
+    extra_bytes = mlp.forward_extra + gathered_bytes
     recompute_bytes = _recompute_extra(shape, layer, extra_bytes=extra_bytes, gathered_bytes=gathered_bytes)
     cost = LayerCost(
         forward_extra=extra_bytes,
-        forward_working=max(working_bytes, attention_bytes) + gathered_bytes,
-        backward=(*_beside(mlp, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
+        forward_working=max(mlp.forward_working, attention_bytes) + gathered_bytes,
+        backward=(*_beside(mlp.backward, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
         recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + recompute_bytes),
     )
-    cube = cubic_mlp(shape)
-    return cost if cube is None else _on_a_cube(shape, cost, cube)
+    return _on_a_cube(shape, cost) if shape.mesh_ranks == shape.tensor**3 else cost
 
 
 def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathered_bytes: int) -> int:
@@ -92,20 +88,30 @@ def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathere
     return max(recompute_bytes, expanded_bytes(shape, "up", inner_bytes) - kept_product_bytes)
 
 
-def _on_a_cube(shape: LocalShape, cost: LayerCost, cube: CubicMlp) -> LayerCost:
-    """`cost` on a 3D mesh, whose products gather what they multiply."""
+def _on_a_cube(shape: LocalShape, cost: LayerCost) -> LayerCost:
+    """`cost` on a 3D mesh of side q, whose products gather q times what a rank has of both operands and scatter q times
+    their result (collectives/cubic.py; other meshes send blocks one by one):
+
+    S, I: stream and MLP columns of a rank    down's backward: dY q S, its input q I, the input's gradient q I and I
+    W: a gathered matrix, twice               gate and up's: their input q S, both gradients 2 q I, dX q S and S
+    """
+    spec, q, stream_bytes = shape.spec, shape.tensor, shape.stream_bytes
+    inner_bytes, ups = shape.inner_bytes(spec.mlp_size), spec.up_projections
+    weight_bytes = 2 * shape.element_bytes * spec.hidden_size * spec.mlp_size // q**2  # as it comes, and in order
+    forward_bytes = q * inner_bytes + (q + 1) * stream_bytes + weight_bytes
+    down_bytes = q * stream_bytes + (2 * q + 1) * inner_bytes + weight_bytes
+    up_bytes = (2 * q + 1) * stream_bytes + ups * (q * inner_bytes + weight_bytes)
     down, up, *attention = cost.backward
-    inner = (shape.spec.up_projections + 1) * shape.inner_bytes(shape.spec.mlp_size)
-    return replace(
-        cost,
-        forward_extra=cube.forward_bytes,
-        forward_working=max(cost.forward_working, 2 * shape.stream_bytes + inner + cube.forward_bytes),
+    working_bytes = 2 * stream_bytes + (ups + 1) * inner_bytes + forward_bytes
+    return LayerCost(
+        forward_extra=forward_bytes,
+        forward_working=max(cost.forward_working, working_bytes),
         backward=(
-            down._replace(gradient_bytes=shape.stream_bytes + cube.down_backward_bytes),
-            up._replace(gradient_bytes=shape.stream_bytes + cube.up_backward_bytes),
+            down._replace(gradient_bytes=stream_bytes + down_bytes),
+            up._replace(gradient_bytes=stream_bytes + up_bytes),
             *attention,
         ),
-        recompute=cost.recompute._replace(gradient_bytes=shape.stream_bytes + cube.forward_bytes),
+        recompute=cost.recompute._replace(gradient_bytes=stream_bytes + forward_bytes),
     )
 
 
@@ -113,77 +119,65 @@ def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[Laye
     return tuple(moment._replace(gradient_bytes=moment.gradient_bytes + gathered_bytes) for moment in moments)
 
 
-def _mlp_extra(shape: LocalShape) -> int:
-    """When the MLP of a forward pass that keeps what it must ends: its product, unless that is kept, and its result."""
-    spec = shape.spec
-    keeps_product = spec.mlp_bias if shape.adapted is None else shape.trains("down")
-    product_bytes = shape.inner_bytes(spec.mlp_size) if spec.gated and not keeps_product else 0
-    return product_bytes + shape.hidden_bytes + expanded_bytes(shape, "down", shape.hidden_bytes)
+class _Mlp(NamedTuple):
+    """The second half of a layer: the first two as in LayerCost, and its backward."""
+
+    forward_extra: int
+    forward_working: int
+    backward: tuple[LayerMoment, LayerMoment]
 
 
-def _mlp_working(shape: LocalShape) -> int:
-    """When the MLP of a forward pass that keeps nothing ends: the sum, its norm, gate, up and product, its result."""
-    inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
-    gate_up_product_bytes = (shape.spec.up_projections + 1) * inner_bytes
-    expanded_down_bytes = expanded_bytes(shape, "down", shape.hidden_bytes)
-    return 2 * shape.stream_bytes + gate_up_product_bytes + shape.hidden_bytes + expanded_down_bytes
-
-
-def _mlp_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
-    """The product's gradient beside the kept gate and up (whose gradients replace them), then the input's gradient."""
-    spec, stream_bytes = shape.spec, shape.stream_bytes
+def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
+    """Forward makes gate, up, their product and the result; backward has the product's gradient beside the kept gate
+    and up (whose gradients replace them), then the input's gradient."""
+    spec, stream_bytes, hidden_bytes = shape.spec, shape.stream_bytes, shape.hidden_bytes
+    inner_bytes = shape.inner_bytes(spec.mlp_size)
     matrix = spec.hidden_size * shape.columns(spec.mlp_size)
-    matrices = (spec.up_projections + 1) * matrix
+    has_adapters = shape.adapted is not None
+    keeps_product = shape.trains("down") if has_adapters else spec.mlp_bias
+    kept_product_bytes = inner_bytes if has_adapters and keeps_product else 0
     product = LayerMoment(
         "gradient of the MLP's product",
         saved_bytes=saved_bytes,
-        gradient_bytes=stream_bytes + shape.inner_bytes(spec.mlp_size),
-        workspace_bytes=expanded_bytes(shape, "down", shape.inner_bytes(spec.mlp_size)),
+        gradient_bytes=stream_bytes + inner_bytes,
+        workspace_bytes=expanded_bytes(shape, "down", inner_bytes),
         complete_weights=matrix,
         new_weights=matrix,
     )
-    has_adapters = shape.adapted is not None
-    kept_product_bytes = shape.inner_bytes(spec.mlp_size) if has_adapters and shape.trains("down") else 0
     inputs = LayerMoment(
         "gradient of the MLP's input",
         saved_bytes=saved_bytes - kept_product_bytes,  # which down's backward was the last to need
         # with adapters gate and up are products apart: the gradient through one, and through the other
-        gradient_bytes=stream_bytes + shape.hidden_bytes * (spec.up_projections if has_adapters else 1),
-        workspace_bytes=expanded_bytes(shape, "up", shape.hidden_bytes),
-        complete_weights=matrices,
-        new_weights=matrices,
+        gradient_bytes=stream_bytes + hidden_bytes * (spec.up_projections if has_adapters else 1),
+        workspace_bytes=expanded_bytes(shape, "up", hidden_bytes),
+        complete_weights=(spec.up_projections + 1) * matrix,
+        new_weights=(spec.up_projections + 1) * matrix,
     )
-    return product, inputs
+    result_bytes = hidden_bytes + expanded_bytes(shape, "down", hidden_bytes)
+    return _Mlp(
+        # its product, unless that is kept, and its result
+        forward_extra=(inner_bytes if spec.gated and not keeps_product else 0) + result_bytes,
+        # the sum, its norm, gate, up and product, its result
+        forward_working=2 * stream_bytes + (spec.up_projections + 1) * inner_bytes + result_bytes,
+        backward=(product, inputs),
+    )
 
 
-def _experts_extra(shape: LocalShape) -> int:
-    """As `_mlp_extra`: outputs of all rows beside their products or the tokens' sums, and what ranks sent back."""
-    returned_bytes = shape.routed_bytes if shape.expert > 1 else 0
-    return shape.routed_bytes + max(shape.experts_inner_bytes, shape.hidden_bytes + returned_bytes)
-
-
-def _experts_working(shape: LocalShape) -> int:
-    """As `_mlp_working`, of every row: its input, gate and up beside their product or the tokens' sums."""
-    rows_bytes, inner_bytes = shape.routed_bytes, shape.experts_inner_bytes
-    if shape.expert > 1:  # what was received and what was made of it, beside the products or what came back
-        return 2 * shape.stream_bytes + 2 * rows_bytes + max(3 * inner_bytes, rows_bytes + shape.hidden_bytes)
-    return 2 * shape.stream_bytes + rows_bytes + 2 * inner_bytes + max(inner_bytes, shape.hidden_bytes)
-
-
-def _experts_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
-    """Of kernels/routed_mlp.py: the gradients of all rows beside that of their products, then of the rows' inputs."""
-    spec, experts, rows_bytes = shape.spec, shape.spec.experts, shape.routed_bytes
+def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
+    """Of kernels/routed_mlp.py: outputs of all rows beside their products or the tokens' sums; in backward the
+    gradients of all rows beside that of their products, then of the rows' inputs."""
+    spec, experts, rows_bytes, stream_bytes = shape.spec, shape.spec.experts, shape.routed_bytes, shape.stream_bytes
     assert experts is not None
+    inner_bytes, hidden_bytes = shape.experts_inner_bytes, shape.hidden_bytes
     matrix = shape.experts * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
     travels = shape.expert > 1
-    arrived_bytes = rows_bytes if travels else 0  # the gradient of this rank's results, which is sorted into a copy
-    summed_bytes = rows_bytes if travels else shape.hidden_bytes
+    arrived_bytes = rows_bytes if travels else 0  # what ranks sent back; the gradient of results, sorted into a copy
     down = LayerMoment(
         "gradient of the experts' down projections",
         saved_bytes=saved_bytes,
         # of every row's output, and of its product
-        gradient_bytes=shape.stream_bytes + arrived_bytes + rows_bytes + shape.experts_inner_bytes,
+        gradient_bytes=stream_bytes + arrived_bytes + rows_bytes + inner_bytes,
         complete_weights=shared + matrix,
         new_weights=matrix,
     )
@@ -191,11 +185,19 @@ def _experts_backward(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment,
         "gradient of the experts' inputs",
         saved_bytes=saved_bytes,
         # through gate, through up, and their sum
-        gradient_bytes=shape.stream_bytes + arrived_bytes + 2 * rows_bytes + summed_bytes,
+        gradient_bytes=stream_bytes + arrived_bytes + 2 * rows_bytes + (rows_bytes if travels else hidden_bytes),
         complete_weights=shared + 3 * matrix,
         new_weights=3 * matrix,
     )
-    return down, inputs
+    # every row's input, gate and up beside their product or the tokens' sums
+    working_bytes = rows_bytes + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
+    if travels:  # what was received and what was made of it, beside the products or what came back
+        working_bytes = 2 * rows_bytes + max(3 * inner_bytes, rows_bytes + hidden_bytes)
+    return _Mlp(
+        forward_extra=rows_bytes + max(inner_bytes, hidden_bytes + arrived_bytes),
+        forward_working=2 * stream_bytes + working_bytes,
+        backward=(down, inputs),
+    )
 
 
 def _attention_backward(

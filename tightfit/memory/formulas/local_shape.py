@@ -3,6 +3,10 @@
 Tensor ranks hold heads/t heads and mlp_size/t columns each (Megatron, Shoeybi et al. 2019). With sequence parallelism
 (Korthikanti et al. 2022) the residual stream and the norms are split along the sequence as well, and what is gathered
 for a projection is gathered again in backward rather than kept. Context ranks hold length/c tokens of every row.
+
+On a 2D, 2.5D or 3D mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of heads, columns and
+residual stream (Xu and You 2021: 1/q² of all activations; Wang et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). Not
+counted: the float32 temporaries of norms, which are no fused kernels there, but smaller than what layer_moments.py has.
 """
 
 from dataclasses import dataclass

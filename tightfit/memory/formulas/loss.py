@@ -12,7 +12,6 @@ from functools import lru_cache
 from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.tensor_mesh import gathered_head_bytes
 
 STATISTICS_PER_ROW = 4
 """Float32 numbers per row that the fused loss returns."""
@@ -50,7 +49,8 @@ def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
     labels_bytes = shape.tokens * 2 * INT64_BYTES  # as they come, and as they are read
     chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
     wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size if shape.adapted is None else 0
-    gathered_bytes = gathered_head_bytes(shape)
+    # On a mesh its rows of the output projection with all their columns are gathered to multiply with them.
+    gathered_bytes = shape.columns(spec.vocab_size) * spec.hidden_size * shape.element_bytes if shape.mesh_ranks else 0
     return LossCost(
         logits=chunk_bytes,
         forward=chunk_bytes + 2 * hidden_bytes + statistics_bytes + labels_bytes + wide_bytes + gathered_bytes,

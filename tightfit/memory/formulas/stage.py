@@ -10,7 +10,6 @@ for the host, they stop growing in between, and every moment of every layer is v
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -30,29 +29,40 @@ from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
 from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statistic_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerKind:
     """Layers that are alike, which share one of these."""
 
-    is_recomputed: bool
-    weights: int
-    apart_weights: int
-    """Of `weights`, experts that FSDP2 has in a group apart (parallel/data.py), as other ranks hold other ones."""
-    padding_weights: int
-    """Of `weights`, those that FSDP2 pads a stack of experts with, which have no gradient (local_shape.py)."""
-    saved: SavedBytes
-    working_bytes: int
-    """Alive in a forward that keeps nothing."""
-    moments: tuple[LayerMoment, ...]
-    """Of its backward, and of computing it again where it is."""
-    fullest_growing: LayerMoment
-    """The fullest of `moments` where gradients of weights are new."""
-    fullest_summing: LayerMoment
-    """The fullest of `moments` where gradients of weights are added to sums that are there."""
-    reduction_bytes: int
-    """Activations when gradients of experts apart are reduced: what attention kept, the gradient of the MLP's input."""
-    attention_bytes: int
-    """Activations in attention's backward, after that."""
+    def __init__(self, shape: LocalShape, layer: int, level: KeepLevel) -> None:
+        """Of layers like `layer`, which keep `level`."""
+        params, cost, element_bytes = layer_params(shape, layer), layer_cost(shape, layer), shape.element_bytes
+        self.is_recomputed = level != "everything"
+        self.weights = params.all
+        self.apart_weights = apart = params.experts if shape.expert > 1 else 0
+        """Of `weights`, experts that FSDP2 has in a group apart (parallel/data.py), as other ranks hold other ones."""
+        padding_share = 1 - shape.experts / shape.padded_experts if shape.padded_experts else 0.0
+        self.padding_weights = round(padding_share * params.experts)
+        """Of `weights`, those that FSDP2 pads a stack of experts with, which have no gradient (local_shape.py)."""
+        self.saved = saved_bytes(shape, layer, level)
+        self.working_bytes = cost.forward_working
+        """Alive in a forward that keeps nothing."""
+        self.moments = (cost.recompute, *cost.backward) if self.is_recomputed else cost.backward
+        """Of its backward, and of computing it again where it is."""
+        self.fullest_growing = max(
+            self.moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)
+        )
+        """The fullest of `moments` where gradients of weights are new."""
+        self.fullest_summing = max(self.moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes))
+        """The fullest of `moments` where gradients of weights are added to sums that are there."""
+        kept_by_attention = sum(tensor.bytes for tensor in attention_saved(shape))
+        self.reduction_bytes = kept_by_attention + shape.hidden_bytes if apart else 0
+        """Activations when gradients of experts apart are reduced: what attention kept, and the gradient of the MLP's
+        input."""
+        of_attention = (each.activation_bytes for each in self.moments if each.name == "attention")
+        self.attention_bytes = sum(of_attention) if apart else 0
+        """Activations in attention's backward, after that."""
+
+
+_remembered_kind = lru_cache(maxsize=65536)(LayerKind)
 
 
 class LayerVisit(NamedTuple):
@@ -73,55 +83,69 @@ class LayerVisit(NamedTuple):
     """Whether the input of a recomputed layer before it is on its way from the host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
     """Bytes and numbers of weights of one pipeline rank."""
 
-    span: RankSpan
-    params: Params
-    weights: int
-    """All of `params`."""
-    layer_params: Params
-    """Of those, the layers'."""
-    layer_weights: int
-    padding_weights: int
-    """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
-    widest: int
-    """Weights of the layer that has most."""
-    widest_group: int
-    """Weights of the largest group that FSDP2 gathers at once of a layer."""
-    widest_dense: int
-    """Weights of the largest such group without those of experts apart."""
-    vocabulary: int
-    """Weights of the embedding or the output projection."""
-    shares_embedding: bool
-    """Whether these two are one."""
-    outside: int
-    """Weights outside layers: of an untied embedding, and of the root."""
-    embedding: int
-    """Weights of an untied embedding; 0 on other stages."""
-    root: int
-    """Weights of FSDP2's group of what is in no other: final norm, output projection, tied embedding, positions."""
-    last_layer_matrices: tuple[int, ...]
-    """Weights of each matrix of the last layer."""
-    offloaded: int
-    """Recomputed layers whose input is on the host."""
-    offloaded_by_stage: tuple[int, ...]
-    """How many of them each stage of the rank has."""
-    saved: SavedBytes
-    """Activations of one micro-batch that layers keep on the GPU."""
-    outside_bytes: int
-    """Kept outside the layers: the final norm's input, rope tables, tokens by expert."""
-    tables_bytes: int
-    """Of those, what is there while layers run backward."""
-    forward_extra_bytes: int
-    """Alive besides when forward ends its last layer."""
-    working_bytes: int
-    """Alive in a forward that keeps nothing."""
-    for_weights_bytes: int
-    """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
-    visits: tuple[LayerVisit, ...]
-    """From the last layer to the first."""
+    def __init__(
+        self,
+        shape: LocalShape,
+        span: RankSpan,
+        levels: tuple[KeepLevel, ...],
+        *,
+        offloaded: int,
+        every_layer: bool = False,
+    ) -> None:
+        """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
+        kinds = _layer_kinds(shape, span.first, levels)
+        counts = Counter(kinds)
+        self.span = span
+        self.params, self.layer_params = stage_params(shape, span)
+        """Weights of all, and of the layers."""
+        self.weights, self.layer_weights = self.params.all, self.layer_params.all
+        self.padding_weights = sum(count * kind.padding_weights for kind, count in counts.items())
+        """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
+        self.widest = max(kind.weights for kind in counts)
+        """Weights of the layer that has most."""
+        self.widest_dense = max(kind.weights - kind.apart_weights for kind in counts)
+        """Weights of the largest group that FSDP2 gathers at once of a layer, without those of experts apart."""
+        self.widest_group = max(self.widest_dense, *(kind.apart_weights for kind in counts))
+        """Weights of the largest such group, experts apart or not."""
+
+        self.vocabulary = vocabulary_params(shape)
+        """Weights of the embedding or the output projection."""
+        self.shares_embedding = span.shares_embedding(shape.spec)
+        """Whether these two are one."""
+        self.outside = self.weights - self.layer_weights
+        """Weights outside layers: of an untied embedding, and of the root."""
+        self.embedding = self.vocabulary if span.has_embedding and not self.shares_embedding else 0
+        """Weights of an untied embedding; 0 on other stages."""
+        self.root = self.outside - self.embedding
+        """Weights of FSDP2's group of what is in no other: final norm, output projection, tied embedding, positions."""
+        self.last_layer_matrices = layer_matrices(shape, span.last - 1)
+        """Weights of each matrix of the last layer."""
+
+        self.offloaded = offloaded
+        """Recomputed layers whose input is on the host."""
+        self.offloaded_by_stage = _by_stage(levels, span.layers_by_stage, offloaded)
+        """How many of them each stage of the rank has."""
+        self.saved = _saved(shape, counts, offloaded)
+        """Activations of one micro-batch that layers keep on the GPU."""
+        self.tables_bytes = _tables_bytes(shape, span)
+        """Kept outside the layers while these run backward: rope tables, tokens by expert."""
+        norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
+        self.outside_bytes = self.tables_bytes + norm_bytes
+        """The same with the final norm's input."""
+        self.forward_extra_bytes = forward_extra(shape, span.last - 1, levels[-1])
+        """Alive besides when forward ends its last layer."""
+        self.working_bytes = max(kind.working_bytes for kind in counts)
+        """Alive in a forward that keeps nothing."""
+        self.for_weights_bytes = len(levels) * _for_weights_bytes(shape)
+        """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
+        self.visits = tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1]
+        """From the last layer to the first."""
+
+
+remembered_stage = lru_cache(maxsize=65536)(StageMemory)
 
 
 def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
@@ -138,47 +162,6 @@ def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: Loca
 def checkpoint_bytes(shape: LocalShape, levers: Levers) -> int:
     """The input of a recomputed layer on the host."""
     return stored_bytes(shape.stream_tokens, shape.spec.hidden_size, shape.element_bytes, levers.checkpoint_format)
-
-
-@lru_cache(maxsize=65536)
-def remembered_stage(
-    shape: LocalShape, span: RankSpan, levels: tuple[KeepLevel, ...], *, offloaded: int, every_layer: bool = False
-) -> StageMemory:
-    """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
-    kinds = _layer_kinds(shape, span.first, levels)
-    counts = Counter(kinds)
-    params, in_layers = stage_params(shape, span)
-    outside = params.all - in_layers.all
-    shares_embedding, vocabulary = span.shares_embedding(shape.spec), vocabulary_params(shape)
-    embedding = vocabulary if span.has_embedding and not shares_embedding else 0
-    tables_bytes = _tables_bytes(shape, span)
-    final_norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
-    return StageMemory(
-        span=span,
-        params=params,
-        weights=params.all,
-        layer_params=in_layers,
-        layer_weights=in_layers.all,
-        padding_weights=sum(count * kind.padding_weights for kind, count in counts.items()),
-        widest=max(kind.weights for kind in counts),
-        widest_group=max(max(kind.apart_weights, kind.weights - kind.apart_weights) for kind in counts),
-        widest_dense=max(kind.weights - kind.apart_weights for kind in counts),
-        vocabulary=vocabulary,
-        shares_embedding=shares_embedding,
-        outside=outside,
-        root=outside - embedding,
-        embedding=embedding,
-        last_layer_matrices=layer_matrices(shape, span.last - 1),
-        offloaded=offloaded,
-        offloaded_by_stage=_by_stage(levels, span.layers_by_stage, offloaded),
-        saved=_saved(shape, counts, offloaded),
-        outside_bytes=tables_bytes + final_norm_bytes,
-        tables_bytes=tables_bytes,
-        forward_extra_bytes=forward_extra(shape, span.last - 1, levels[-1]),
-        working_bytes=max(kind.working_bytes for kind in counts),
-        for_weights_bytes=len(levels) * _for_weights_bytes(shape),
-        visits=tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1],
-    )
 
 
 @lru_cache(maxsize=65536)
@@ -210,31 +193,9 @@ def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -
     for layer, level in enumerate(levels, first):
         traits = *spec.traits_of(layer), level
         if traits not in kinds:
-            kinds[traits] = _layer_kind(shape, layer, level)
+            kinds[traits] = _remembered_kind(shape, layer, level)
         found.append(kinds[traits])
     return tuple(found)
-
-
-@lru_cache(maxsize=65536)
-def _layer_kind(shape: LocalShape, layer: int, level: KeepLevel) -> LayerKind:
-    params, cost, element_bytes = layer_params(shape, layer), layer_cost(shape, layer), shape.element_bytes
-    apart = params.experts if shape.expert > 1 else 0
-    padding_share = 1 - shape.experts / shape.padded_experts if shape.padded_experts else 0.0
-    kept_by_attention = sum(tensor.bytes for tensor in attention_saved(shape))
-    moments = cost.backward if level == "everything" else (cost.recompute, *cost.backward)
-    return LayerKind(
-        is_recomputed=level != "everything",
-        weights=params.all,
-        apart_weights=apart,
-        padding_weights=round(padding_share * params.experts),
-        saved=saved_bytes(shape, layer, level),
-        working_bytes=cost.forward_working,
-        moments=moments,
-        fullest_growing=max(moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)),
-        fullest_summing=max(moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes)),
-        reduction_bytes=kept_by_attention + shape.hidden_bytes if apart else 0,
-        attention_bytes=sum(each.activation_bytes for each in moments if each.name == "attention") if apart else 0,
-    )
 
 
 def _saved(shape: LocalShape, counts: Mapping[LayerKind, int], offloaded: int) -> SavedBytes:

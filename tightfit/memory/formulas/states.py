@@ -2,15 +2,13 @@
 
 Mixed precision with Adam (Micikevicius et al. 2017; Rajbhandari et al. 2020): 2 weights + 2 gradients + 4 master
 weights + 4 + 4 moments = 16 bytes. ZeRO-1 splits masters and moments over data ranks, ZeRO-2 gradients too, ZeRO-3
-weights too. `resident_states` is what parallel/data.py makes of it with FSDP2, where the float32 shards are the masters
+weights too. `States` are what parallel/data.py makes of it with FSDP2, where the float32 shards are the masters
 and 16-bit weights exist while gathered only. With masters on the host, FSDP2's shards and their gradients have 16 bits.
 
 Offload (levers/offload.py): matrices' moments, masters and with `weights` the layers' weights are on the host; they
 pass through a ring of staging memory on the GPU to be updated there, and layers' weights through two slots.
 `offload_keep_bytes` are filled with what belongs to the vocabulary's matrices, then to the first layers'.
 """
-
-from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -31,87 +29,69 @@ from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.story import OnHost, Resident
 
 
-class States(NamedTuple):
+class States:
     """What one rank holds of its weights from the first step to the last."""
 
-    owned: int
-    """Weights that this rank updates: all of its own, or a shard."""
-    ranks: int
-    """That share one copy of them, where ZeRO splits them."""
-    element_bytes: int
-    """Of a weight, and of its gradient, in forward and backward."""
-    updated_bytes: int
-    """Of a weight as the optimizer updates it: float32 where masters are."""
-    moment_bytes: float
-    """Of both its moments."""
-    kept_gradient_bytes: int
-    """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
-    reduced_gradient_bytes: int
-    """Of a gradient as FSDP2 reduces it, and ZeRO-1 sums it over micro-batches: float32 where masters are."""
-    resident: Resident
-    host: OnHost = OnHost()
-    streams_weights: bool = False
-    """Whether layers' weights are on the host."""
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        levers: Levers,
+        params: Params,
+        in_layers: Params,
+        streamed_at_once: int = 0,
+    ) -> None:
+        """Of a rank that has `params`, some of them `in_layers`, before data ranks split them; layers' weights that are
+        on the host come `streamed_at_once` at a time."""
+        has_masters, is_offloaded = workload.has_masters, offloads_states(levers)
+        shards_are_masters = layout.zero > 0 and has_masters and not is_offloaded
+        self.ranks = layout.sharing
+        """That share one copy of the weights, where ZeRO splits them."""
+        self.owned = params.shard(self.ranks, layout.expert) if layout.zero else params.all
+        """Weights that this rank updates: all of its own, or a shard."""
+        self.element_bytes = workload.weight_bytes
+        """Of a weight, and of its gradient, in forward and backward."""
+        self.updated_bytes = FLOAT32_BYTES if has_masters else self.element_bytes
+        """Of a weight as the optimizer updates it: float32 where masters are."""
+        self.moment_bytes = moment_bytes(levers, wide=workload.updates_wide)
+        """Of both its moments."""
+        whole_gradient_bytes = max(self.element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
+        self.kept_gradient_bytes = self.updated_bytes if shards_are_masters else whole_gradient_bytes
+        """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
+        self.reduced_gradient_bytes = self.updated_bytes if layout.zero else self.element_bytes
+        """Of a gradient as FSDP2 reduces it, and ZeRO-1 sums it over micro-batches: float32 where masters are."""
+        self.streams_weights = offloads_weights(levers)
+        """Whether layers' weights are on the host."""
+        self.resident = Resident(
+            weights=0 if shards_are_masters else self.element_bytes * self.owned,  # 16-bit copies come and go
+            masters=FLOAT32_BYTES * self.owned if has_masters else 0,
+            moments=round(self.moment_bytes * self.owned),
+        )
+        self.host = OnHost()
+        if is_offloaded:
+            kept = kept_weights(workload, layout, levers, self.owned, offloaded_bytes(workload, levers))
+            owned_in_layers = round(self.owned * in_layers.all / max(1, params.all))
+            ring_bytes = STATE_SLOTS * min(PIECE_ELEMENTS, self.owned) * passing_bytes(workload, levers)
+            self._move_to_host(self.owned - kept, owned_in_layers, streamed_at_once, round(ring_bytes))
 
-
-def resident_states(
-    workload: Workload, layout: Layout, levers: Levers, params: Params, in_layers: Params, streamed_at_once: int = 0
-) -> States:
-    """Of a rank that has `params`, some of them `in_layers`, before data ranks split them; layers' weights that are on
-    the host come `streamed_at_once` at a time."""
-    element_bytes, has_masters = workload.weight_bytes, workload.has_masters
-    updated_bytes, ranks = FLOAT32_BYTES if has_masters else element_bytes, layout.sharing
-    owned = params.shard(ranks, layout.expert) if layout.zero else params.all
-    moments_bytes, is_offloaded = moment_bytes(levers, wide=workload.updates_wide), offloads_states(levers)
-    shards_are_masters = layout.zero > 0 and has_masters and not is_offloaded
-    whole_gradient_bytes = max(element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
-    states = States(
-        owned=owned,
-        ranks=ranks,
-        element_bytes=element_bytes,
-        updated_bytes=updated_bytes,
-        moment_bytes=moments_bytes,
-        kept_gradient_bytes=updated_bytes if shards_are_masters else whole_gradient_bytes,
-        reduced_gradient_bytes=updated_bytes if layout.zero else element_bytes,
-        resident=Resident(
-            weights=0 if shards_are_masters else element_bytes * owned,  # 16-bit copies exist while they are gathered
-            masters=FLOAT32_BYTES * owned if has_masters else 0,
-            moments=round(moments_bytes * owned),
-        ),
-    )
-    if not is_offloaded:
-        return states
-    owned_in_layers = round(owned * in_layers.all / max(1, params.all))
-    return _offloaded(states, workload, layout, levers, owned_in_layers, streamed_at_once)
-
-
-def _offloaded(
-    states: States, workload: Workload, layout: Layout, levers: Levers, owned_in_layers: int, streamed_at_once: int
-) -> States:
-    """`states` with what is offloaded moved from the GPU to the host."""
-    resident, owned, element_bytes = states.resident, states.owned, states.element_bytes
-    streams_weights = offloads_weights(levers)
-    offloaded = owned - kept_weights(workload, layout, levers, owned, offloaded_bytes(workload, levers))
-    offloaded_share = offloaded / owned if owned else 0.0
-    streamed = min(offloaded, owned_in_layers) if streams_weights and resident.weights else 0
-    slots_bytes = WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
-    piece = min(PIECE_ELEMENTS, owned)
-    ring_bytes = round(STATE_SLOTS * piece * passing_bytes(workload, levers)) if offloaded else 0
-    narrowing_bytes = MASTER_SLOTS * FLOAT32_BYTES * PIECE_ELEMENTS if streamed and workload.has_masters else 0
-    return states._replace(
-        resident=Resident(
+    def _move_to_host(self, offloaded: int, owned_in_layers: int, streamed_at_once: int, ring_bytes: int) -> None:
+        """States of `offloaded` weights, and layers' weights where these are streamed."""
+        resident, element_bytes = self.resident, self.element_bytes
+        share = offloaded / self.owned if self.owned else 0.0
+        streamed = min(offloaded, owned_in_layers) if self.streams_weights and resident.weights else 0
+        slots_bytes = WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
+        narrowing_bytes = MASTER_SLOTS * FLOAT32_BYTES * PIECE_ELEMENTS if streamed and resident.masters else 0
+        self.resident = Resident(
             weights=resident.weights - element_bytes * streamed + slots_bytes,
-            masters=round(resident.masters * (1 - offloaded_share)),
-            moments=round(resident.moments * (1 - offloaded_share)),
-            staging=ring_bytes + narrowing_bytes,
-        ),
-        host=OnHost(
-            weights=0 if workload.has_masters else element_bytes * streamed,
-            masters=round(resident.masters * offloaded_share),
-            moments=round(resident.moments * offloaded_share),
-        ),
-        streams_weights=streams_weights,
-    )
+            masters=round(resident.masters * (1 - share)),
+            moments=round(resident.moments * (1 - share)),
+            staging=(ring_bytes if offloaded else 0) + narrowing_bytes,
+        )
+        self.host = OnHost(
+            weights=0 if resident.masters else element_bytes * streamed,
+            masters=round(resident.masters * share),
+            moments=round(resident.moments * share),
+        )
 
 
 def passing_bytes(workload: Workload, levers: Levers) -> float:

@@ -9,6 +9,7 @@ from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
 from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.levers.policy.updates import BUCKET_BYTES, FACTORED_CHUNK_ELEMENTS
 from tightfit.memory.formulas.gradients import has_buckets
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import LayerVisit
 from tightfit.memory.formulas.story import StepMoment, fullest
@@ -27,7 +28,7 @@ def forward(rank: RankMemory) -> list[StepMoment]:
         *stage.saved,
         **rank.with_final_norm,
         at_work=stage.forward_extra_bytes,
-        working_weights=weights.in_forward(),
+        working_weights=weights.in_forward_bytes,
         all_gather=weights.all_gather_buffer(gradients.earlier_bytes),
         teacher=rank.teacher.until_loss,
     )
@@ -38,15 +39,27 @@ def forward(rank: RankMemory) -> list[StepMoment]:
     at_start = {**rank.throughout, "earlier_gradients": max(gradients.from_last_step_bytes, gradients.earlier_bytes)}
     if rank.resident.staging:
         moments.append(StepMoment(**at_start))
+    if rank.stage.span.has_embedding and (table_bytes := _cubic_table_bytes(rank.shape)):
+        moments.append(StepMoment(**at_start, at_work=table_bytes))
     if weights.zero:
         moments.append(_last_gathering(rank))
     if weights.zero == 3:
-        groups_bytes = weights.first_groups()
-        moments.append(StepMoment(**at_start, working_weights=groups_bytes, all_gather=weights.first_buffers()))
-    if weights.zero == 3 and weights.fsdp2.frees_buffer_before_copy:  # else the moment above has more
-        at_start["stream"] = rank.shape.stream_bytes
-        moments.append(StepMoment(**at_start, working_weights=groups_bytes, all_gather=weights.first_buffer()))
+        moments += _first_gathering(rank, StepMoment(**at_start))
     return moments
+
+
+def _first_gathering(rank: RankMemory, at_start: StepMoment) -> list[StepMoment]:
+    """The root and the first group after it, beside the buffers that both are copied out of; or these one by one."""
+    weights, element_bytes = rank.weights, rank.states.element_bytes
+    root_bytes, after_root_bytes = element_bytes * rank.stage.root, element_bytes * weights.after_root
+    moment = at_start._replace(working_weights=root_bytes + after_root_bytes, all_gather=root_bytes + after_root_bytes)
+    if not weights.fsdp2.frees_buffer_before_copy:
+        return [moment]
+    shard_bytes = weights.narrowed(weights.after_root, rank.states.ranks)
+    return [
+        moment._replace(all_gather=root_bytes + shard_bytes),
+        moment._replace(all_gather=after_root_bytes, stream=rank.shape.stream_bytes),
+    ]
 
 
 def _last_gathering(rank: RankMemory) -> StepMoment:
@@ -55,7 +68,7 @@ def _last_gathering(rank: RankMemory) -> StepMoment:
         *rank.stage.visits[0].saved_before,
         **rank.throughout,
         stream=rank.shape.stream_bytes,
-        working_weights=rank.weights.in_forward(),
+        working_weights=rank.weights.in_forward_bytes,
         all_gather=rank.weights.gathering_buffers(rank.gradients.earlier_bytes),
     )
 
@@ -66,7 +79,7 @@ def loss(rank: RankMemory) -> StepMoment:
     return StepMoment(
         *stage.saved,
         **rank.with_final_norm,
-        working_weights=rank.weights.at_loss(),
+        working_weights=rank.weights.at_loss_bytes,
         all_gather=rank.weights.all_gather_buffer(rank.gradients.earlier_bytes),
         logits=rank.teacher.chunk or cost.logits,
         teacher=rank.teacher.until_loss + rank.teacher.at_loss,
@@ -80,7 +93,7 @@ def evaluation(rank: RankMemory) -> StepMoment:
     stage = rank.stage
     evaluated_loss_bytes = rank.loss.evaluated if stage.span.has_head else 0
     return StepMoment(
-        working_weights=rank.weights.in_forward(),
+        working_weights=rank.weights.in_forward_bytes,
         earlier_gradients=rank.shape.element_bytes * stage.weights if has_buckets(rank.layout) else 0,
         stream=rank.shape.stream_bytes,
         at_work=max(stage.working_bytes, evaluated_loss_bytes),
@@ -115,7 +128,7 @@ def _at_loss(rank: RankMemory) -> StepMoment:
     return StepMoment(
         *stage.saved,
         **rank.with_final_norm,
-        working_weights=rank.weights.at_loss(),
+        working_weights=rank.weights.at_loss_bytes,
         vocabulary_gradients=wide_bytes + narrow_bytes,
         logits=cost.backward - wide_bytes,
         all_gather=rank.weights.prefetched(None),
@@ -189,11 +202,11 @@ def _at_embedding(rank: RankMemory) -> StepMoment:
     """Everything else is done: the embedding's gradient, its kernel's sums, and what has waited for the end."""
     stage, gradients = rank.stage, rank.gradients
     return StepMoment(
-        **{**rank.throughout, "other_micro_batches": rank.beside_embedding_bytes},
-        working_weights=rank.weights.at_embedding(),
+        **rank.at_embedding,
+        working_weights=rank.weights.at_embedding_bytes,
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
-        activation_gradients=rank.shape.stream_bytes,
+        activation_gradients=rank.shape.stream_bytes + _cubic_table_bytes(rank.shape),
         kernel_workspace=_embedding_sums(rank),
         reduce_scatter=rank.weights.previous_reduction(None),
     )
@@ -213,8 +226,8 @@ def _at_first_sums(rank: RankMemory) -> StepMoment:
     stage, gradients = rank.stage, rank.gradients
     largest = max(stage.root, stage.embedding)
     return StepMoment(
-        **{**rank.throughout, "other_micro_batches": rank.beside_embedding_bytes},
-        working_weights=rank.weights.at_embedding(),
+        **rank.at_embedding,
+        working_weights=rank.weights.at_embedding_bytes,
         done_gradients=gradients.done(stage.layer_weights),
         vocabulary_gradients=gradients.element_bytes * stage.outside + rank.states.reduced_gradient_bytes * largest,
     )
@@ -238,7 +251,7 @@ def _last_reduction(rank: RankMemory, buffered: int, *, whole: int, reduced: int
     shard_bytes = weights.shards(reduced) if gradients.bytes_per_done_weight else 0
     moment = StepMoment(
         **rank.throughout,
-        working_weights=weights.at_end(),
+        working_weights=weights.at_end_bytes,
         done_gradients=gradients.done(layer_weights) + shard_bytes,
         vocabulary_gradients=gradients.element_bytes * whole,
         reduce_scatter=rank.states.reduced_gradient_bytes * buffered + weights.before_cast(reduced),
@@ -269,7 +282,7 @@ def optimizer(rank: RankMemory) -> StepMoment:
         copies_bytes = _widened_bytes(rank) if has_masters else 0
     elif levers.optimizer_states == "factored":  # a second moment is spread out again, a chunk at a time
         copies_bytes = 3 * FLOAT32_BYTES * min(FACTORED_CHUNK_ELEMENTS, count)
-    in_flight_bytes = rank.other_micro_batches_bytes if rank.layout.has_two_versions else 0
+    in_flight_bytes = rank.in_flight.other_bytes if rank.layout.has_two_versions else 0
     return StepMoment(
         other_micro_batches=in_flight_bytes, all_gradients=element_bytes * count, update_copies=copies_bytes
     )
@@ -286,3 +299,10 @@ def _widened_bytes(rank: RankMemory) -> int:
         FLOAT32_BYTES * max(stage.last_layer_matrices) - freed_bytes * embedding,
         (FLOAT32_BYTES - freed_bytes) * bucket,
     )
+
+
+def _cubic_table_bytes(shape: LocalShape) -> int:
+    """An embedding on a 3D mesh with the columns of all its depth ranks, as they come and in order; 0 on others."""
+    if not shape.mesh_ranks or shape.mesh_ranks != shape.tensor**3:
+        return 0
+    return 2 * shape.columns(shape.spec.vocab_size) * shape.columns(shape.spec.hidden_size) * shape.element_bytes

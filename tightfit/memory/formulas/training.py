@@ -16,9 +16,9 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import rank_spans, telling_ranks
-from tightfit.memory.formulas.rank import RankMemory, frozen_bytes, rank_memory
+from tightfit.memory.formulas.rank import RankMemory, frozen_bytes
 from tightfit.memory.formulas.stage import stage_params
-from tightfit.memory.formulas.states import resident_states
+from tightfit.memory.formulas.states import States
 from tightfit.memory.formulas.step import backward, evaluation, forward, loss, optimizer
 from tightfit.memory.formulas.story import FROZEN, ROUNDING, TEACHER, StepMoment, fullest, lines, state_bytes
 from tightfit.memory.ledger import Ledger, Line, Phase
@@ -48,7 +48,7 @@ def peaks(
     """Of the fullest pipeline rank, or of the first that needs more than `room_bytes`."""
     gpu_bytes = host_bytes = saved_bytes = 0
     for number in telling_ranks(workload, layout, levers):
-        rank = rank_memory(workload, layout, levers, number, overheads)
+        rank = RankMemory(workload, layout, levers, number, overheads)
         fullest_bytes = max(map(sum, _step(rank)))
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
@@ -64,7 +64,7 @@ def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: O
     """A lower bound of `peaks` without activations: states, and gradients beside them when the optimizer begins, of
     the first pipeline rank."""
     span = rank_spans(workload.spec, workload.sequence_length, layout)[0]
-    states = resident_states(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), span))
+    states = States(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), span))
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
     waiting_bytes = 0 if levers.update_in_backward else gradient_bytes * states.owned
     gpu_state_bytes, host_state_bytes = state_bytes(states.resident), state_bytes(states.host)
@@ -79,7 +79,7 @@ def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: O
 def host_parts(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, int]:
     """Bytes that one rank keeps on the host: states (with weights), and checkpoints."""
     ranks = telling_ranks(workload, layout, levers)
-    host = max((rank_memory(workload, layout, levers, number).host for number in ranks), key=sum)
+    host = max((RankMemory(workload, layout, levers, number).host for number in ranks), key=sum)
     return sum(host) - host.checkpoints, host.checkpoints
 
 
@@ -88,7 +88,7 @@ def training_ledger(workload: Workload, layout: Layout, levers: Levers, overhead
     found: list[Line] = []
     overheads = engine_overheads(workload, overheads)
     for number in range(layout.pipeline):
-        rank = rank_memory(workload, layout, levers, number, overheads)
+        rank = RankMemory(workload, layout, levers, number, overheads)
         for phase, moment in _phases(rank):
             allocated = [*lines(rank.resident, phase, number), *lines(moment, phase, number)]
             found += allocated

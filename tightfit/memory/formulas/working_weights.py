@@ -18,8 +18,6 @@ Experts that are split over expert ranks are a group apart from their layer's, g
 - ZeRO-1 with several micro-batches sums whole gradients, which are reduced in the last backward alone.
 """
 
-from dataclasses import dataclass
-
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.memory.formulas.fsdp2 import Fsdp2
@@ -30,54 +28,62 @@ CODE_BYTES = 2
 """Two fp8 codes a weight."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkingWeights:
     """Bytes beside the resident weights, at the moments of a step; without ZeRO, copies are all there is."""
 
-    stage: StageMemory
-    states: States
-    zero: int
-    expert_ranks: int
-    """Of the ranks that share one copy of what ZeRO splits, those that share an expert's."""
-    widest_buffered: int
-    """Weights of the largest group that is gathered in a buffer: a rank that shares its experts with nobody needs none
-    for them."""
-    after_root: int
-    """Weights of the first group that is gathered after the root."""
-    copy_bytes: int
-    """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
-    copies_return: bool
-    """Whether layers make their copies again in backward, so that only those of the layer at work exist."""
-    stays_gathered: bool
-    """Under ZeRO-1 and 2 weights stay whole from one micro-batch to the next."""
-    sums_whole: bool
-    """Under ZeRO-1 micro-batches add up whole gradients."""
-    fsdp2: Fsdp2
+    def __init__(
+        self,
+        layout: Layout,
+        levers: Levers,
+        stage: StageMemory,
+        states: States,
+        micro_batches: int,
+        fsdp2: Fsdp2,
+        *,
+        rounds: bool,
+    ) -> None:
+        """Of a rank that has `micro_batches` a step; `rounds`: products are with rounded copies of the weights."""
+        self.stage, self.states, self.fsdp2, self.zero = stage, states, fsdp2, layout.zero
+        has_codes = not layout.zero and levers.matmul != "native"
+        self.copy_bytes = CODE_BYTES if has_codes else states.element_bytes if rounds else 0
+        """Of a layer's weight in the form that products use, beside the weight itself: fp8 codes, or a rounded copy."""
+        self.copies_return = rounds and levers.checkpoint_every == 1
+        """Whether layers make their copies again in backward, so that only those of the layer at work exist."""
+        self.expert_ranks = max(1, states.ranks // layout.expert)
+        """Of the ranks that share one copy of what ZeRO splits, those that share an expert's."""
+        self.widest_buffered = stage.widest_dense if self.expert_ranks == 1 else stage.widest_group
+        """Weights of the largest group that is gathered in a buffer: a rank that shares its experts with nobody needs
+        none for them."""
+        self.after_root = stage.embedding or stage.widest
+        """Weights of the first group that is gathered after the root."""
+        self.stays_gathered = layout.zero in (1, 2) and micro_batches > 1
+        """Under ZeRO-1 and 2 weights stay whole from one micro-batch to the next."""
+        self.sums_whole = layout.zero == 1 and micro_batches > 1
+        """Under ZeRO-1 micro-batches add up whole gradients."""
 
-    def _copied_and_gathered(self, *, copied: int, at_work: int, freed: int = 0) -> int:
+        layers, widest = stage.layer_weights, stage.widest
+        self.in_forward_bytes = self._held(copied=widest if self.copies_return else layers, at_work=widest)
+        """When the last layer runs."""
+        self.at_loss_bytes = self._held(copied=0 if self.copies_return else layers, at_work=0)
+        """When the layers have run."""
+        others = 0 if self.stays_gathered else stage.weights - stage.root
+        self.at_embedding_bytes = self._held(copied=0, at_work=0, freed=others)
+        """When all layers are done."""
+        stays_to_end = self.stays_gathered and not self.sums_whole
+        self.at_end_bytes = states.element_bytes * stage.weights if stays_to_end else 0
+        """In FSDP2's last callback."""
+
+    def _held(self, *, copied: int, at_work: int, freed: int = 0) -> int:
         """Copies of so many weights; of ZeRO-3 the root and the weights at work, of 1 and 2 all but those let go of."""
         if not self.zero:
             return self.copy_bytes * copied
         gathered = self.stage.root + at_work if self.zero == 3 else self.stage.weights - freed
         return self.copy_bytes * copied + self.states.element_bytes * gathered
 
-    def in_forward(self) -> int:
-        """When the last layer runs."""
-        widest, layers = self.stage.widest, self.stage.layer_weights
-        return self._copied_and_gathered(copied=widest if self.copies_return else layers, at_work=widest)
-
-    def at_loss(self) -> int:
-        """When the layers have run."""
-        return self._copied_and_gathered(copied=0 if self.copies_return else self.stage.layer_weights, at_work=0)
-
-    def first_groups(self) -> int:
-        """ZeRO-3: the root and the first group after it."""
-        return self.states.element_bytes * (self.stage.root + self.after_root)
-
     def at_layer(self, visit: LayerVisit) -> int:
         """While backward is at work in a layer."""
         not_done = self.stage.layer_weights - visit.done_weights
-        return self._copied_and_gathered(
+        return self._held(
             copied=self.stage.widest if self.copies_return else not_done,
             at_work=visit.kind.weights,
             freed=0 if self.stays_gathered else visit.done_weights,
@@ -87,21 +93,11 @@ class WorkingWeights:
         """Once a layer (or its experts, where they are apart) has let go of its own."""
         own = visit.kind.apart_weights or visit.kind.weights
         done = visit.done_weights + own
-        return self._copied_and_gathered(
+        return self._held(
             copied=0 if self.copies_return else self.stage.layer_weights - done,
             at_work=visit.kind.weights - own,
             freed=0 if self.stays_gathered and not self.sums_whole else done,
         )
-
-    def at_embedding(self) -> int:
-        """When all layers are done."""
-        if not self.zero:
-            return 0
-        return self.states.element_bytes * (self.stage.weights if self.stays_gathered else self.stage.root)
-
-    def at_end(self) -> int:
-        """In FSDP2's last callback."""
-        return self.states.element_bytes * self.stage.weights if self.stays_gathered and not self.sums_whole else 0
 
     def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
         """The buffer that FSDP2 gathers a group of weights into, in forward."""
@@ -124,19 +120,9 @@ class WorkingWeights:
         if not self.fsdp2.frees_buffer_before_copy:
             return own_bytes + before_bytes
         ranks = self.states.ranks if self.expert_ranks == 1 else self.expert_ranks
-        return before_bytes + self._narrowed(self.widest_buffered, ranks)
+        return before_bytes + self.narrowed(self.widest_buffered, ranks)
 
-    def first_buffers(self) -> int:
-        """ZeRO-3: the root's and, counted as above, that of the first group after it."""
-        if self.fsdp2.frees_buffer_before_copy:
-            return self.states.element_bytes * self.stage.root + self._narrowed(self.after_root, self.states.ranks)
-        return self.states.element_bytes * (self.stage.root + self.after_root)
-
-    def first_buffer(self) -> int:
-        """ZeRO-3: that of the first group after the root, which is at work."""
-        return self.states.element_bytes * self.after_root
-
-    def _narrowed(self, weights: int, ranks: int) -> int:
+    def narrowed(self, weights: int, ranks: int) -> int:
         """A rank's shard in 16 bits, which goes into a buffer of so many weights, where shards are float32."""
         is_cast = self.states.kept_gradient_bytes > self.states.element_bytes
         return self.states.element_bytes * weights // ranks if is_cast else 0
@@ -167,31 +153,3 @@ class WorkingWeights:
         """Reduced gradients of so many weights before they are cast to the dtype that is kept; 0 where none are."""
         reduced_bytes = self.states.reduced_gradient_bytes
         return reduced_bytes * weights // self.states.ranks if reduced_bytes > self.states.kept_gradient_bytes else 0
-
-
-def working_weights(
-    layout: Layout,
-    levers: Levers,
-    stage: StageMemory,
-    states: States,
-    micro_batches: int,
-    fsdp2: Fsdp2,
-    *,
-    rounds: bool,
-) -> WorkingWeights:
-    """Of a rank that has `micro_batches` a step; `rounds`: products are with rounded copies of the weights."""
-    has_codes = not layout.zero and levers.matmul != "native"
-    expert_ranks = max(1, states.ranks // layout.expert)
-    return WorkingWeights(
-        stage=stage,
-        states=states,
-        zero=layout.zero,
-        expert_ranks=expert_ranks,
-        widest_buffered=stage.widest_dense if expert_ranks == 1 else stage.widest_group,
-        after_root=stage.embedding or stage.widest,
-        copy_bytes=CODE_BYTES if has_codes else states.element_bytes if rounds else 0,
-        copies_return=rounds and levers.checkpoint_every == 1,
-        stays_gathered=layout.zero in (1, 2) and micro_batches > 1,
-        sums_whole=layout.zero == 1 and micro_batches > 1,
-        fsdp2=fsdp2,
-    )

@@ -31,7 +31,15 @@ def accelerate_config(plan: Plan) -> dict[str, Any]:
         "use_cpu": False,
     }
     if config["distributed_type"] == "FSDP":
-        config["fsdp_config"] = _fsdp(plan)
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": plan.layout.zero == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": plan.levers.checkpoint_every > 0,
+            "fsdp_offload_params": host_states(plan.levers).optimizer,
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
     return config
 
 
@@ -45,15 +53,3 @@ def _kind(plan: Plan) -> str:
             "plan with -o levers.offload=weights"
         )
     return "MULTI_GPU" if plan.machine.ranks > 1 else "NO"
-
-
-def _fsdp(plan: Plan) -> dict[str, Any]:
-    return {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": plan.layout.zero == 3,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_activation_checkpointing": plan.levers.checkpoint_every > 0,
-        "fsdp_offload_params": host_states(plan.levers).optimizer,
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    }

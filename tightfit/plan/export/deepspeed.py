@@ -16,10 +16,17 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.plan.batch import batch_of
 from tightfit.plan.export.host_states import HostStates, host_states
 from tightfit.plan.plan import Plan
+
+PRECISIONS: dict[PrecisionName, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}},
+}
 
 
 def data_only(plan: Plan, program: str) -> None:
@@ -40,14 +47,17 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
 
 def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Optimizer) -> dict[str, Any]:
     """The configuration of a layout of data ranks."""
+    if workload.precision == "pure-bf16":
+        raise UserError("DeepSpeed keeps float32 master weights beside bf16; take precision bf16")
     batch = batch_of(workload, layout)
+    adamw = optimizer.model_dump(mode="json", include={"lr", "betas", "eps", "weight_decay"})
     return {
         "train_batch_size": batch.rows,
         "train_micro_batch_size_per_gpu": batch.micro,
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": optimizer.clip_norm,
-        **_precision(workload),
-        "optimizer": {"type": "AdamW", "params": _adamw(optimizer)},
+        **PRECISIONS[workload.precision],
+        "optimizer": {"type": "AdamW", "params": {**adamw, "torch_adam": True, "fused": True}},
         "zero_optimization": _zero(layout, host_states(levers)),
     }
 
@@ -71,22 +81,6 @@ def trainer_arguments(plan: Plan) -> dict[str, Any]:
         "fp16": plan.workload.precision == "fp16",
         **steps,
     }
-
-
-def _adamw(optimizer: Optimizer) -> dict[str, Any]:
-    chosen = optimizer.model_dump(mode="json", include={"lr", "betas", "eps", "weight_decay"})
-    return {**chosen, "torch_adam": True, "fused": True}
-
-
-def _precision(workload: Workload) -> dict[str, Any]:
-    match workload.precision:
-        case "bf16":
-            return {"bf16": {"enabled": True}}
-        case "fp16":
-            return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}}
-        case "pure-bf16":
-            raise UserError("DeepSpeed keeps float32 master weights beside bf16; take precision bf16")
-    return {}
 
 
 def _zero(layout: Layout, on_host: HostStates) -> dict[str, Any]:

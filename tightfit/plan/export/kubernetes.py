@@ -90,6 +90,7 @@ def object_name(name: str) -> str:
 
 def _pod(deployment: Deployment, options: EngineOptions, name: str, image: str) -> Json:
     gpus = {RESOURCES.get(deployment.machine.accelerator.vendor, ""): deployment.cards}
+    key = {"name": f"{name}-key"[:LONGEST_NAME], "key": "api-key", "optional": True}
     health = {"httpGet": {"path": "/health", "port": "http"}}
     mounts, volumes = _volumes(options)
     container = {
@@ -97,7 +98,7 @@ def _pod(deployment: Deployment, options: EngineOptions, name: str, image: str) 
         "image": image,
         "command": ["vllm"],
         "args": vllm_arguments(deployment, options),
-        "env": [{"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": _secret(name)}}],
+        "env": [{"name": "VLLM_API_KEY", "valueFrom": {"secretKeyRef": key}}],
         "ports": [{"name": "http", "containerPort": PORT}],
         "resources": {"limits": gpus, "requests": gpus},
         "startupProbe": health | {"periodSeconds": 10, "failureThreshold": 6 * START_MINUTES},
@@ -112,10 +113,6 @@ def _pod(deployment: Deployment, options: EngineOptions, name: str, image: str) 
         "containers": [container],
         "volumes": volumes,
     }
-
-
-def _secret(name: str) -> Json:
-    return {"name": f"{name}-key"[:LONGEST_NAME], "key": "api-key", "optional": True}
 
 
 def _volumes(options: EngineOptions) -> tuple[list[Json], list[Json]]:

@@ -68,8 +68,9 @@ def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -
 
 
 def torchrun(nodes: int, per_node: int, endpoint: str) -> str:
-    """`tightfit train` on `per_node` ranks of each of `nodes`; several meet at `endpoint`."""
-    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint}:{PORT}" if nodes > 1 else "--standalone"
+    """`tightfit train` on `per_node` ranks of each of `nodes`; several meet at `endpoint`, a name or a variable."""
+    place = f'"{endpoint}:{PORT}"' if endpoint.startswith("$") else f"{endpoint}:{PORT}"
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={place}" if nodes > 1 else "--standalone"
     return f"torchrun --nnodes={nodes} --nproc-per-node={per_node} {meeting} -m tightfit train"
 
 

@@ -1,7 +1,8 @@
 """A training plan as a SkyPilot task: `sky launch skypilot.yaml --env DATA=… ` finds the machines and runs it.
 
 The plan travels as a file beside the task. SkyPilot tells every node the addresses of all; the first is where they
-meet. Variables that the plan leaves open are `envs` of the task.
+meet. Variables that the plan leaves open are `envs` of the task without values: `sky` asks for these before it rents
+anything.
 """
 
 from pathlib import Path
@@ -10,16 +11,8 @@ from typing import Any
 import yaml
 
 from tightfit.hardware.accelerator import Accelerator
+from tightfit.plan.export import launch
 from tightfit.plan.export.kubernetes import object_name
-from tightfit.plan.export.launch import (
-    INSTALL,
-    asked_lines,
-    comment,
-    open_names,
-    overrides,
-    short_name,
-    torchrun_command,
-)
 from tightfit.plan.plan import Plan
 
 SIZED = {("A100", 80), ("V100", 32)}
@@ -32,20 +25,20 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
     """The task as YAML."""
     machine = plan.machine
     task: dict[str, Any] = {
-        "name": object_name(f"tightfit-{short_name(plan)}"),
+        "name": object_name(f"tightfit-{launch.short_name(plan)}"),
         "num_nodes": machine.nodes,
         "resources": {"accelerators": f"{accelerator_name(machine.accelerator)}:{machine.per_node}"},
         "file_mounts": {PLAN_PLACE: str(plan_file.absolute())},
-        "setup": f"{INSTALL}\n",
+        "setup": f"{launch.INSTALL}\n",
     }
-    if names := open_names(plan):
-        task["envs"] = dict.fromkeys(names, "")
-    lines = ["set -euo pipefail", *asked_lines(plan)]
+    if names := launch.open_names(plan):
+        task["envs"] = dict.fromkeys(names)
+    lines = ["set -euo pipefail", *launch.asked_lines(plan)]
     if machine.nodes > 1:
         lines.append('HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)')
-    lines.append(torchrun_command(plan, f"{PLAN_PLACE}{overrides(plan)}"))
+    lines.append(launch.torchrun_command(plan, f"{PLAN_PLACE}{launch.overrides(plan)}"))
     task["run"] = "\n".join(lines) + "\n"
-    return f"{comment(plan)}\n" + yaml.dump(task, Dumper=_WithScripts, sort_keys=False)
+    return f"{launch.comment(plan)}\n" + yaml.dump(task, Dumper=_WithScripts, sort_keys=False)
 
 
 class _WithScripts(yaml.SafeDumper):

@@ -12,17 +12,8 @@ address of its own. The image must have torch and CUDA; tightfit is installed wh
 import json
 import shlex
 
+from tightfit.plan.export import launch
 from tightfit.plan.export.kubernetes import RESOURCES, Json, cluster_object, labels_of, manifest_text, object_name
-from tightfit.plan.export.launch import (
-    INSTALL,
-    PORT,
-    asked_lines,
-    comment,
-    open_names,
-    overrides,
-    short_name,
-    torchrun_command,
-)
 from tightfit.plan.plan import Plan
 
 IMAGE = "pytorch/pytorch"
@@ -33,7 +24,11 @@ def kubernetes_training(plan: Plan) -> str:
     """ConfigMap, Service and indexed Job as YAML."""
     name = _name(plan)
     pod = _pod(plan, name, head=f"{name}-0.{name}") | {"restartPolicy": "Never", "subdomain": name}
-    service = {"clusterIP": "None", "selector": {"job-name": name}, "ports": [{"name": "rendezvous", "port": PORT}]}
+    service = {
+        "clusterIP": "None",
+        "selector": {"job-name": name},
+        "ports": [{"name": "rendezvous", "port": launch.PORT}],
+    }
     job = {
         "completions": plan.machine.nodes,
         "parallelism": plan.machine.nodes,
@@ -58,13 +53,13 @@ def pytorch_job(plan: Plan) -> str:
 
 
 def _name(plan: Plan) -> str:
-    return object_name(f"tightfit-{short_name(plan)}")
+    return object_name(f"tightfit-{launch.short_name(plan)}")
 
 
 def _text(plan: Plan, *objects: Json) -> str:
-    """The plan as a ConfigMap, and `objects` that run it, after a comment."""
-    variables = "".join(f" {name}" for name in open_names(plan))
-    head = f"{comment(plan)}\n"
+    """The plan as a ConfigMap, and `objects` that run it, after a launch.comment."""
+    variables = "".join(f" {name}" for name in launch.open_names(plan))
+    head = f"{launch.comment(plan)}\n"
     head += f"# Give values to{variables} under env; paths are below {DATA_PLACE}.\n" if variables else ""
     metadata = {"name": f"{_name(plan)}-plan", "labels": labels_of(_name(plan))}
     data = {"plan.json": json.dumps(plan.to_json(), indent=1)}
@@ -78,9 +73,9 @@ def _pod(plan: Plan, container: str, head: str) -> Json:
     plan_file = shlex.quote(f"{PLAN_PLACE}/plan.json")
     script = [
         "set -euo pipefail",
-        *asked_lines(plan),
-        f"{INSTALL} >&2",
-        "exec " + torchrun_command(plan, f"{plan_file}{overrides(plan)}", endpoint=head),
+        *launch.asked_lines(plan),
+        f"{launch.INSTALL} >&2",
+        "exec " + launch.torchrun_command(plan, f"{plan_file}{launch.overrides(plan)}", endpoint=head),
     ]
     claim_name = f"{_name(plan)}-plan"
     return {
@@ -89,7 +84,7 @@ def _pod(plan: Plan, container: str, head: str) -> Json:
                 "name": container,
                 "image": IMAGE,
                 "command": ["bash", "-c", "\n".join(script)],
-                "env": [{"name": name, "value": ""} for name in open_names(plan)],
+                "env": [{"name": name, "value": ""} for name in launch.open_names(plan)],
                 "resources": {"limits": gpus, "requests": gpus},
                 "volumeMounts": [
                     {"name": "plan", "mountPath": PLAN_PLACE, "readOnly": True},

@@ -41,10 +41,11 @@ class EngineOptions:
 def vllm_arguments(deployment: Deployment, options: EngineOptions, *, replicas: int = 1) -> list[str]:
     """The arguments of `vllm`, for `replicas` copies in one process tree."""
     _refuse_unknown(deployment)
+    step_tokens = max(PREFILL_TOKENS, deployment.requests)
     arguments = ["serve", options.weights, "--served-model-name", options.name]
     arguments += ["--host", options.host, "--port", str(options.port)]
     arguments += ["--dtype", deployment.dtype, "--max-model-len", str(deployment.length)]
-    arguments += ["--max-num-seqs", str(deployment.requests), "--max-num-batched-tokens", str(_step_tokens(deployment))]
+    arguments += ["--max-num-seqs", str(deployment.requests), "--max-num-batched-tokens", str(step_tokens)]
     arguments += ["--gpu-memory-utilization", str(SHARE)]
     for flag, count in (
         ("--tensor-parallel-size", deployment.tensor),
@@ -80,10 +81,6 @@ def _notes(deployment: Deployment, replicas: int) -> list[str]:
         machines = -(-deployment.replicas // replicas)
         notes.append(f"Run it on each of {machines} machines, behind a load balancer.")
     return notes
-
-
-def _step_tokens(deployment: Deployment) -> int:
-    return max(PREFILL_TOKENS, deployment.requests)
 
 
 def _refuse_unknown(deployment: Deployment) -> None:

@@ -46,8 +46,11 @@ class Candidate:
         return self.host_bytes + self.saving_bytes
 
     def shortage_bytes(self, machine: Machine, share: float = 1.0) -> int:
-        """What a node's cards, of which `share` may be used, and its host lack together."""
-        return _shortage_bytes(machine, self.layout, self.gpu_bytes, self.host_peak_bytes, share)
+        """What a node's cards, of which `share` may be used, and its host lack together; a host of unknown size holds
+        anything."""
+        card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
+        host = 0 if machine.host_bytes is None else self.host_peak_bytes - machine.host_bytes
+        return max(0, card) * min(machine.per_node, self.layout.ranks) + max(0, host)
 
     def fits(self, machine: Machine, share: float = 1.0) -> bool:
         """Whether card and host hold it."""
@@ -59,13 +62,6 @@ class Candidate:
         layout, levers = self.layout, self.levers
         pulled = sum(getattr(levers, name) != getattr(NO_LEVERS, name) for name in Levers.model_fields)
         return len(layout.splits) + (layout.tensor_mesh != "1d"), pulled, layout.zero
-
-
-def _shortage_bytes(machine: Machine, layout: Layout, gpu_bytes: int, host_bytes: int, share: float) -> int:
-    """Of a node whose cards need `gpu_bytes` each, and its host `host_bytes`; one of unknown size holds anything."""
-    card = gpu_bytes - int(share * machine.accelerator.memory_bytes)
-    host = 0 if machine.host_bytes is None else host_bytes - machine.host_bytes
-    return max(0, card) * min(machine.per_node, layout.ranks) + max(0, host)
 
 
 class Pricing:
@@ -82,7 +78,8 @@ class Pricing:
     def candidate(self, layout: Layout, levers: Levers) -> Candidate:
         """A layout with levers."""
         if (layout, levers) not in self._candidates:
-            self._remember(layout, levers, peaks(self.space.workload, layout, levers, self.overheads))
+            needed = peaks(self.space.workload, layout, levers, self.overheads)
+            self._candidates[layout, levers] = self._candidate(layout, levers, needed)
         return self._candidates[layout, levers]
 
     def ranking_s(self, layout: Layout, levers: Levers) -> float:
@@ -99,57 +96,43 @@ class Pricing:
             if needed.gpu_bytes > room_bytes:
                 self._rank_bytes[key] = needed.gpu_bytes
                 return False
-            self._remember(layout, levers, needed)
+            self._candidates[key] = self._candidate(layout, levers, needed)
         return self._candidates[key].fits(self.space.machine, share)
 
     def may_fit(self, layout: Layout, levers: Levers, share: float) -> bool:
         """Whether the card and the host hold what does not depend on activations."""
-        host_bytes = self.space.machine.host_bytes
-        if not self.card_may_hold(layout, levers, share):
-            return False
-        return host_bytes is None or self.least_host_bytes(layout, levers) <= host_bytes
+        return self.card_may_hold(layout, levers, share) and self.least(layout, levers).fits(self.space.machine, share)
 
     def card_may_hold(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
         """Whether the card holds what does not depend on activations."""
-        return self.least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
+        return self._least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
 
-    def least_shortage_bytes(self, layout: Layout, levers: Levers, share: float) -> int:
-        """A lower bound of a candidate's shortage."""
-        gpu_bytes, host_bytes = self.least_peaks(layout, levers).gpu_bytes, self.least_host_bytes(layout, levers)
-        return _shortage_bytes(self.space.machine, layout, gpu_bytes, host_bytes, share)
+    def least(self, layout: Layout, levers: Levers) -> Candidate:
+        """A lower bound: states that are there, and copies of all of them to write a checkpoint."""
+        return self._candidate(layout, levers, self._least_peaks(layout, levers))
 
-    def least_host_bytes(self, layout: Layout, levers: Levers) -> int:
-        """Of a node: states that are there, and copies of all states to write a checkpoint."""
-        least = self.least_peaks(layout, levers)
-        return least.host_bytes * self._ranks_here(layout) + self._saving_bytes(layout, least)
-
-    def least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
-        """A lower bound without activations, which many micro-batches, schedules and levers share."""
+    def _least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
+        """Without activations, which many micro-batches, schedules and levers share."""
         key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
         if key not in self._least:
             self._least[key] = least_peaks(self.space.workload, layout, levers, self.overheads)
         return self._least[key]
 
-    def _ranks_here(self, layout: Layout) -> int:
-        return min(self.space.machine.per_node, layout.ranks)
-
-    def _saving_bytes(self, layout: Layout, needed: Peaks) -> int:
-        """Copied on a node to write a checkpoint; nothing where all memory is the device's."""
-        if self.space.machine.host_bytes == 0:
-            return 0
-        return writers_of_node(layout, self._ranks_here(layout)) * needed.saved_bytes
-
     def _room_bytes(self, share: float) -> int:
         return int(share * self.space.machine.accelerator.memory_bytes)
 
-    def _remember(self, layout: Layout, levers: Levers, needed: Peaks) -> None:
-        self._candidates[layout, levers] = Candidate(
+    def _candidate(self, layout: Layout, levers: Levers, needed: Peaks) -> Candidate:
+        """Of a node's ranks; nothing is copied to the host where all memory is the device's."""
+        machine = self.space.machine
+        ranks_here = min(machine.per_node, layout.ranks)
+        writers = 0 if machine.host_bytes == 0 else writers_of_node(layout, ranks_here)
+        return Candidate(
             layout=layout,
             levers=levers,
             costs=self.costs,
             gpu_bytes=needed.gpu_bytes,
-            host_bytes=needed.host_bytes * self._ranks_here(layout),
-            saving_bytes=self._saving_bytes(layout, needed),
+            host_bytes=needed.host_bytes * ranks_here,
+            saving_bytes=writers * needed.saved_bytes,
         )
 
     def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:

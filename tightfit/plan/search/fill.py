@@ -6,6 +6,7 @@ optimizer states that need not travel (`offload_keep_bytes`). Each is the larges
 both orders are tried and the faster plan is taken. What the user has decided is left alone.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from tightfit.errors import UserError
@@ -62,16 +63,16 @@ def _keep_states(space: SearchSpace, levers: Levers) -> WithBytes | None:
 def _largest(pricing: Pricing, layout: Layout, levers: WithBytes) -> Candidate | None:
     """With the most bytes that fit."""
     machine = pricing.space.machine
-    low, high, best = 0, machine.accelerator.memory_bytes // STEP_BYTES, None
-    while low <= high:
-        middle = (low + high) // 2
+
+    def tried(steps: int) -> Candidate | None:
         try:
-            tried = pricing.candidate(layout, levers(middle * STEP_BYTES))
+            return pricing.candidate(layout, levers(steps * STEP_BYTES))
         except UserError:  # a budget below what layers cannot do without
-            low = middle + 1
-            continue
-        if tried.fits(machine, COMFORT):
-            best, low = tried, middle + 1
-        else:
-            high = middle - 1
-    return best
+            return None
+
+    def is_too_much(steps: int) -> bool:
+        found = tried(steps)
+        return found is not None and not found.fits(machine, COMFORT)
+
+    most = bisect_left(range(machine.accelerator.memory_bytes // STEP_BYTES + 1), True, key=is_too_much) - 1
+    return tried(most) if most >= 0 else None

@@ -16,12 +16,13 @@ of the plans within 2 % of the fastest: the model of time is not better than tha
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.search.candidate import Candidate, Pricing
-from tightfit.plan.search.lever_choices import LeverSets, decides_host, weaker
+from tightfit.plan.search.lever_choices import decides_host, weaker
 from tightfit.plan.search.space import SearchSpace
 
 COMFORT = 0.95
@@ -109,8 +110,11 @@ class _Search:
     """One pass over all layouts with given levers and a given share of the card."""
 
     def __init__(self, pricing: Pricing, families: list[list[Layout]], share: float, *, host: bool) -> None:
-        self.pricing, self.space, self.share, self.host = pricing, pricing.space, share, host
-        self.families = [[each for each in family if self._levers(each)] for family in families]
+        self.pricing, self.space, self.share = pricing, pricing.space, share
+        self.step_s, self.fits = pricing.ranking_s, partial(pricing.fits, share=share)
+        self.levers = partial(self.space.levers_of, host=host)
+        """What levers a layout can have."""
+        self.families = [[each for each in family if self.levers(each)] for family in families]
         self.feasible: dict[int, bool] = {}
         self.best: dict[LayoutKind, Candidate] = {}
 
@@ -139,7 +143,7 @@ class _Search:
         best: Candidate | None = None
         for layout in (each for family in self.families for each in self.space.leanest(family)):
             for levers in self._strongest(layout):
-                least = self.pricing.least_shortage_bytes(layout, levers, self.share)
+                least = self._shortage(self.pricing.least(layout, levers))
                 if best is None or least <= self._shortage(best):
                     tried = self.pricing.candidate(layout, levers)
                     best = min((best or tried, tried), key=lambda each: (self._shortage(each), each.step_s))
@@ -148,9 +152,9 @@ class _Search:
 
     def _bound_s(self, layout: Layout) -> float | None:
         """No levers take less than the weakest of the first group whose strongest may fit; None where none may."""
-        groups = self._levers(layout).groups.values()
+        groups = self.levers(layout).groups.values()
         weakest = next((group[0] for group in groups if self.pricing.may_fit(layout, group[-1], self.share)), None)
-        return None if weakest is None else self._step_s(layout, weakest)
+        return None if weakest is None else self.step_s(layout, weakest)
 
     def _limit_s(self, kind: LayoutKind | None = None) -> float:
         """From here on a plan is not told: its kind has one as fast, as many kinds as are told do, or it is hopeless;
@@ -168,20 +172,20 @@ class _Search:
         if number not in self.feasible:
             leanest = self.space.leanest(self.families[number])
             pairs = ((layout, each) for layout in leanest for each in self._strongest(layout))
-            self.feasible[number] = any(self._fits(layout, levers) for layout, levers in pairs)
+            self.feasible[number] = any(self.fits(layout, levers) for layout, levers in pairs)
         return self.feasible[number]
 
     def _try(self, layout: Layout) -> None:
         """Keep the fastest levers of this layout that fit, if that is better than what its kind has."""
         kind = kind_of(layout)
         limit_s = self._limit_s(kind)
-        groups = self._levers(layout).groups.values()
+        groups = self.levers(layout).groups.values()
         may_fit = [each for group in groups for each in self._below_what_fits(layout, group, limit_s)]
         failed: list[Levers] = []
-        for levers in sorted(may_fit, key=lambda each: self._step_s(layout, each)):
+        for levers in sorted(may_fit, key=lambda each: self.step_s(layout, each)):
             if any(weaker(levers, other) for other in failed):
                 continue
-            if self._fits(layout, levers):
+            if self.fits(layout, levers):
                 self.best[kind] = self.pricing.candidate(layout, levers)
                 return
             failed.append(levers)
@@ -193,7 +197,7 @@ class _Search:
         for levers in reversed(self._fast_enough(layout, group, limit_s)):
             if any(weaker(levers, other) for other in fails):
                 continue
-            is_below = any(weaker(levers, other) for other in below) or self._fits(layout, levers)
+            is_below = any(weaker(levers, other) for other in below) or self.fits(layout, levers)
             (below if is_below else fails).append(levers)
         return below[::-1]
 
@@ -206,21 +210,11 @@ class _Search:
         for levers in group:
             if self.space.machine.ranks > 1 and any(weaker(other, levers) for other in slow):
                 continue
-            (fast if self._step_s(layout, levers) < limit_s else slow).append(levers)
+            (fast if self.step_s(layout, levers) < limit_s else slow).append(levers)
         return fast
 
-    def _levers(self, layout: Layout) -> LeverSets:
-        """What levers this layout can have."""
-        return self.space.levers_of(layout, host=self.host)
-
     def _strongest(self, layout: Layout) -> list[Levers]:
-        return self._levers(layout).strongest(any_host=self.space.machine.host_bytes is None)
-
-    def _step_s(self, layout: Layout, levers: Levers) -> float:
-        return self.pricing.ranking_s(layout, levers)
-
-    def _fits(self, layout: Layout, levers: Levers) -> bool:
-        return self.pricing.fits(layout, levers, self.share)
+        return self.levers(layout).strongest(any_host=self.space.machine.host_bytes is None)
 
     def _shortage(self, candidate: Candidate) -> int:
         return candidate.shortage_bytes(self.space.machine, self.share)

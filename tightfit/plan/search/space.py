@@ -108,8 +108,8 @@ class SearchSpace:
     def _every_family(self) -> Iterator[Iterator[Layout]]:
         """Before the rulebook is asked."""
         for mesh, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
-            if mesh["tensor_mesh"] != "1d" and pipeline * context > 1:
-                continue  # the rulebook refuses them all
+            if pipeline * context > 1 and not self._is_mesh_worth_a_mixture(mesh):
+                continue
             data, left_over = divmod(self.machine.ranks, mesh["tensor"] * pipeline * context)
             if left_over or data < 1 or not self._allows("data", data) or self.workload.global_batch % data:
                 continue
@@ -173,6 +173,11 @@ class SearchSpace:
             if usual and tensor_ranks_fill_their_mesh(layout) is None:
                 found.append(mesh)
         return [mesh for mesh in found if all(self._allows(name, value) for name, value in mesh.items())]
+
+    def _is_mesh_worth_a_mixture(self, mesh: dict[str, Any]) -> bool:
+        """Inside a node a line waits less; larger than a node, or asked for, a mesh is tried beside other splits."""
+        is_asked = "tensor_mesh" in self.pins.layout
+        return mesh["tensor_mesh"] == "1d" or is_asked or mesh["tensor"] > self.machine.per_node
 
     def _pipeline(self) -> list[int]:
         layers = self.workload.spec.layers

@@ -18,7 +18,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.groups import MakeGroup
-from tightfit.plan.seconds.overlap import with_contention_s
+from tightfit.plan.seconds.passes import with_contention_s
 
 MERGE_BYTES = 2 * 4 + 2
 """Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
@@ -59,9 +59,10 @@ class Ring:
 
 def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tuple[float, float]:
     """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
-    spec = workload.spec
-    kv_heads = max(spec.kv_heads / layout.tensor, layout.exchanging)
-    return tokens * spec.query_size / layout.tensor, tokens * 2 * kv_heads * spec.head_dim
+    spec, heads_ranks = workload.spec, layout.tensor_axes[2]
+    own_tokens = tokens / layout.row_parts
+    kv_heads = max(spec.kv_heads / heads_ranks, layout.exchanging)
+    return own_tokens * spec.query_size / heads_ranks, own_tokens * 2 * kv_heads * spec.head_dim
 
 
 def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> float:

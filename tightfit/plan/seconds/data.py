@@ -13,31 +13,49 @@ the buffer that it reduces (`pack_s`). ZeRO-3 keeps the root (embedding and head
 Groups that each hold a copy (`shard_inside`) add up their shards once a step; nothing is taken to hide that.
 """
 
-from dataclasses import dataclass
-
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.groups import MakeGroup
-from tightfit.plan.seconds.overlap import exposed_s
 from tightfit.plan.seconds.parameters import RankParams
+from tightfit.plan.seconds.passes import exposed_s
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataTraffic:
     """Seconds of one pass over all parameters of a rank."""
 
-    gather_s: float
-    reduce_s: float
-    all_reduce_s: float
-    unpack_s: float
-    """Seconds to copy gathered weights out of the all-gather buffer (compute stream)."""
-    pack_s: float
-    """Seconds to cast gradients to fp32 into the reduce-scatter buffer (communication stream)."""
-    between_copies_s: float
-    root_share: float
-    calls: int
-    overlaps_gradients: bool = True
-    """Whether gradients are reduced beside backward."""
+    def __init__(
+        self, group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
+    ) -> None:
+        """Of a rank with `layers` layers, on a card that copies `bytes_s`."""
+        shards, engine, weight_bytes = layout.sharing, workload.engine, workload.weight_bytes
+        dense_group = group(layout.tensor, shards)
+        expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
+        copies_group = group(layout.ranks // layout.pipeline // layout.copies, layout.copies)
+        reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
+        self.root_share = params.root_share
+        self.overlaps_gradients = engine.overlaps_gradients
+        """Whether gradients are reduced beside backward."""
+        self.calls = calls = layers + 1
+        if engine.bucket_bytes is not None:
+            self.calls = calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
+
+        def gathered_s(bytes_each: int) -> float:
+            dense_s = dense_group.all_gather_s(params.dense * bytes_each / calls)
+            experts_s = expert_group.all_gather_s(params.experts * bytes_each / calls) if params.experts else 0.0
+            return calls * (dense_s + experts_s)
+
+        summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
+        summed_s = dense_group.all_reduce_s(params.dense * summed_bytes / calls)
+        summed_s += expert_group.all_reduce_s(params.experts * summed_bytes / calls) if params.experts else 0.0
+        byte_each_s = params.all / bytes_s
+        self.gather_s = gathered_s(weight_bytes)
+        self.reduce_s = gathered_s(reduced_bytes)
+        self.all_reduce_s = calls * summed_s
+        self.unpack_s = 2 * weight_bytes * byte_each_s
+        """Seconds to copy gathered weights out of the all-gather buffer (compute stream)."""
+        self.pack_s = (weight_bytes + reduced_bytes) * byte_each_s
+        """Seconds to cast gradients to fp32 into the reduce-scatter buffer (communication stream)."""
+        self.between_copies_s = copies_group.all_reduce_s(params.owned * reduced_bytes)
 
     def step_s(self, layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
         """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
@@ -64,39 +82,3 @@ class DataTraffic:
         reductions = 1 if layout.zero == 1 else micro_batches
         gathers = 2 * micro_batches if layout.zero == 3 else 1
         return gathers * self.gather_s + reductions * self.reduce_s + self.between_copies_s
-
-
-def data_traffic(
-    group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
-) -> DataTraffic:
-    """Traffic of a rank with `layers` layers, on a card that copies `bytes_s`."""
-    shards = layout.sharing
-    dense_group = group(layout.tensor, shards)
-    expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
-    copies_group = group(layout.ranks // layout.pipeline // layout.copies, layout.copies)
-    engine, weight_bytes = workload.engine, workload.weight_bytes
-    reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
-    calls = layers + 1
-    if engine.bucket_bytes is not None:
-        calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
-
-    def gathered_s(bytes_each: int) -> float:
-        dense_s = dense_group.all_gather_s(params.dense * bytes_each / calls)
-        experts_s = expert_group.all_gather_s(params.experts * bytes_each / calls) if params.experts else 0.0
-        return calls * (dense_s + experts_s)
-
-    summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
-    summed_s = dense_group.all_reduce_s(params.dense * summed_bytes / calls)
-    summed_s += expert_group.all_reduce_s(params.experts * summed_bytes / calls) if params.experts else 0.0
-    byte_each_s = params.all / bytes_s
-    return DataTraffic(
-        gather_s=gathered_s(weight_bytes),
-        reduce_s=gathered_s(reduced_bytes),
-        all_reduce_s=calls * summed_s,
-        unpack_s=2 * weight_bytes * byte_each_s,
-        pack_s=(weight_bytes + reduced_bytes) * byte_each_s,
-        between_copies_s=copies_group.all_reduce_s(params.owned * reduced_bytes),
-        root_share=params.root_share,
-        calls=calls,
-        overlaps_gradients=engine.overlaps_gradients,
-    )

@@ -13,8 +13,6 @@ Widths are numbers read or written per token, in one layer; ours, and those of o
 | experts' biases, picked for every row and added to gate and up | 10 F | 2 F |
 """  # noqa: E501
 
-from dataclasses import dataclass
-
 from tightfit.jobs.engine import Engine, Passes
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.products import mlp_columns, routed_share
@@ -36,60 +34,50 @@ LOGIT_PASSES = {"fused": 3.0, "plain": 29.0}
 whole steps of 135M to 3B (memory_truth.csv: 28 to 34)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Elementwise:
     """Seconds in one layer, for one micro-batch on one rank; and of the loss."""
 
-    norms_s: float
-    rope_s: float
-    gate_s: float
-    backward_s: float
-    fused_loss_s: float
-    plain_loss_more_s: float
-    """What the plain loss takes on top."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        rates: Rates,
+        engine: Engine,
+        *,
+        tokens: float,
+        tensor: int,
+        sequence_parallel: bool,
+        number_bytes: int,
+    ) -> None:
+        """On `tokens` tokens; tensor ranks split norms where they split the stream, and all else."""
+        width_s = tokens * number_bytes / rates.bytes_s
+        stream_s = width_s / (tensor if sequence_parallel else 1)
+        split_s = width_s / tensor
+        passes, hidden, columns = layer_passes(engine, spec), spec.hidden_size, mlp_columns(spec)
+
+        more_norms = 2 if spec.sandwich_norms else 0
+        norms, norms_backward = (passes.stream[back] + more_norms * NORM_PASSES[back] for back in (0, 1))
+        rope_width = passes.rope * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
+        heads_width, heads_backward_width = (rope_width + each * spec.query_size for each in _head_passes(spec))
+        activation = passes.gate if spec.gated else passes.activation
+        biased = BIASED_PASSES if spec.experts is not None and spec.mlp_bias else (0, 0)
+        gate_width, gate_backward_width = ((activation[back] + biased[back]) * columns for back in (0, 1))
+        routed_width = _routed_rows(spec) * hidden
+        self.norms_s = stream_s * (hidden * norms)
+        self.rope_s = split_s * heads_width
+        self.gate_s = split_s * (gate_width + ROUTED_PASSES[0] * routed_width)
+        self.backward_s = stream_s * (hidden * norms_backward) + split_s * (
+            heads_backward_width + gate_backward_width + ROUTED_PASSES[1] * routed_width
+        )
+        """Of all three."""
+        logits_s = split_s * spec.vocab_size
+        self.fused_loss_s = LOGIT_PASSES["fused"] * logits_s
+        self.plain_loss_more_s = (_plain_passes(passes, spec) - LOGIT_PASSES["fused"]) * logits_s
+        """What the plain loss takes on top."""
 
     @property
     def forward_s(self) -> float:
         """Seconds of a layer."""
         return self.norms_s + self.rope_s + self.gate_s
-
-
-def layer_elementwise(
-    spec: ModelSpec,
-    rates: Rates,
-    engine: Engine,
-    *,
-    tokens: float,
-    tensor: int,
-    sequence_parallel: bool,
-    number_bytes: int,
-) -> Elementwise:
-    """Elementwise work on `tokens` tokens; tensor ranks split norms where they split the stream, and all else."""
-    passes = layer_passes(engine, spec)
-    norms = 2 if spec.sandwich_norms else 1
-    norm_width = spec.hidden_size * (passes.stream[0] + 2 * (norms - 1) * NORM_PASSES[0])
-    norm_backward_width = spec.hidden_size * (passes.stream[1] + 2 * (norms - 1) * NORM_PASSES[1])
-    rope_width = passes.rope * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
-    heads_width, heads_backward_width = (rope_width + each * spec.query_size for each in _head_passes(spec))
-    routed_width = _routed_rows(spec) * spec.hidden_size
-    gate_passes = passes.gate if spec.gated else passes.activation
-    bias_passes = BIASED_PASSES if spec.experts is not None and spec.mlp_bias else (0, 0)
-    gate_width, gate_backward_width = (
-        (gate + bias) * mlp_columns(spec) for gate, bias in zip(gate_passes, bias_passes, strict=True)
-    )
-    width_s = tokens * number_bytes / rates.bytes_s
-    stream_s = width_s / (tensor if sequence_parallel else 1)
-    split_s = width_s / tensor
-    logits_s = split_s * spec.vocab_size
-    return Elementwise(
-        norms_s=stream_s * norm_width,
-        rope_s=split_s * heads_width,
-        gate_s=split_s * (gate_width + ROUTED_PASSES[0] * routed_width),
-        backward_s=stream_s * norm_backward_width
-        + split_s * (heads_backward_width + gate_backward_width + ROUTED_PASSES[1] * routed_width),
-        fused_loss_s=LOGIT_PASSES["fused"] * logits_s,
-        plain_loss_more_s=(_plain_passes(passes, spec) - LOGIT_PASSES["fused"]) * logits_s,
-    )
 
 
 def _head_passes(spec: ModelSpec) -> tuple[int, int]:

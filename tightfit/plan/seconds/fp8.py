@@ -14,8 +14,8 @@ With a scale per row the weights' gradients stay products in bf16. One more pass
 from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.hardware.machine import Machine
-from tightfit.jobs.engine import Engine
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.passes import PassSeconds
@@ -30,16 +30,10 @@ def fp8_launch(levers: Levers) -> Launch | None:
 
 
 def fp8_more_s(
-    machine: Machine,
-    efficiency: Efficiency,
-    spec: ModelSpec,
-    levers: Levers,
-    layer: LayerTime,
-    tensor: int,
-    engine: Engine,
+    workload: Workload, machine: Machine, efficiency: Efficiency, layer: LayerTime, levers: Levers, *, tensor: int
 ) -> PassSeconds:
     """What it changes of one layer's forward and backward, on a card that has such products; mostly below zero."""
-    peaks = machine.accelerator.rates
+    spec, peaks = workload.spec, machine.accelerator.rates
     if levers.matmul == "native" or not peaks.fp8 or not peaks.bf16:
         return PassSeconds()
     per_row = levers.matmul == "fp8-row"
@@ -49,7 +43,7 @@ def fp8_more_s(
     saved_share = 1 - bf16_flops / fp8_flops
     weight_gradients_saved = 0.0 if per_row else 1 - bf16_flops / (peaks.fp8 * efficiency.fp8_tensor_wide)
     forward_bytes, backward_bytes = _coded_bytes(spec, mlp_columns(spec) / tensor, layer.tokens, per_row=per_row)
-    codes_bytes_s = bytes_s * efficiency.codes / engine.code_share
+    codes_bytes_s = bytes_s * efficiency.codes / workload.engine.code_share
     sum_s = SUM_BYTES * layer.tokens * spec.hidden_size / bytes_s
     products_s = layer.products.forward_s
     forward_s = forward_bytes / codes_bytes_s - saved_share * products_s

@@ -9,7 +9,6 @@ cards at once. Ring collectives wait one hop per member, trees two per doubling;
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tightfit.hardware.links import CALL_US
 from tightfit.hardware.machine import Machine
@@ -20,19 +19,28 @@ LOSS_PER_DOUBLING, LEAST_SHARE = 0.05, 0.5
 From published runs of 2 to 64 nodes (benchmarks/published.py)."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Group:
-    """`size` ranks, `local` of them in one node; `ring_bytes_s` is the bandwidth of a ring through them, per rank."""
+    """`size` ranks that lie `stride` apart."""
 
-    size: int
-    local: int
-    ring_bytes_s: float
-    intra_bytes_s: float
-    inter_bytes_s: float
-    hop_s: float
-    """All hops of one trip round the ring."""
-    far_s: float
-    """The longest single hop."""
+    def __init__(self, machine: Machine, stride: int, size: int) -> None:
+        """Of `machine`."""
+        peers, network = machine.peers, machine.inter
+        self.size = size
+        self.local = size if stride * size <= machine.per_node else min(size, max(1, machine.per_node // stride))
+        """Of them in one node."""
+        nodes = math.ceil(size / self.local)
+        self.intra_bytes_s = peers.pair_bytes_s
+        self.inter_bytes_s = network.collective_bytes_s / (machine.per_node if network.per_node else 1)
+        self.inter_bytes_s *= max(LEAST_SHARE, 1 - LOSS_PER_DOUBLING * math.log2(nodes))
+        inside_bytes_s = peers.ring_bytes_s if self.local > 1 else math.inf
+        across_bytes_s = min(inside_bytes_s, self.inter_bytes_s * self.local)
+        self.ring_bytes_s = peers.ring_bytes_s if nodes == 1 else across_bytes_s
+        """Bandwidth of a ring through them, per rank."""
+        far_hops = nodes if nodes > 1 else 0
+        self.hop_s = far_hops * network.hop_s + (size - nodes) * peers.hop_s if size > 1 else 0.0
+        """All hops of one trip round the ring."""
+        self.far_s = network.hop_s if nodes > 1 else peers.hop_s
+        """The longest single hop."""
 
     def all_gather_s(self, payload_bytes: float) -> float:
         """Every rank ends with `payload_bytes`, of which it had its share; reduce-scatter takes as long."""
@@ -65,26 +73,3 @@ class Group:
 
 MakeGroup = Callable[[int, int], Group]
 """From a stride and a size."""
-
-
-def make_group(machine: Machine, stride: int, size: int) -> Group:
-    """The group of `size` ranks that lie `stride` apart."""
-    peers, inter = machine.peers, machine.inter.collective_bytes_s
-    if machine.inter.per_node:
-        inter /= machine.per_node
-    local = size if stride * size <= machine.per_node else min(size, max(1, machine.per_node // stride))
-    nodes = math.ceil(size / local)
-    inter *= max(LEAST_SHARE, 1 - LOSS_PER_DOUBLING * math.log2(nodes))
-    inside = peers.ring_bytes_s if local > 1 else math.inf
-    bandwidth = peers.ring_bytes_s if nodes == 1 else min(inside, inter * local)
-    far_s = machine.inter.hop_s if nodes > 1 else peers.hop_s
-    hops = (nodes * machine.inter.hop_s if nodes > 1 else 0.0) + (size - max(nodes, 1)) * peers.hop_s
-    return Group(
-        size=size,
-        local=local,
-        ring_bytes_s=bandwidth,
-        intra_bytes_s=peers.pair_bytes_s,
-        inter_bytes_s=inter,
-        hop_s=hops if size > 1 else 0.0,
-        far_s=far_s,
-    )

@@ -9,24 +9,8 @@ GPT-2's lack of a rope and a gate, and an update for each matrix.
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-from tightfit.hardware.launches import (
-    BIAS,
-    CHUNK_WEIGHTS,
-    EXPERTS,
-    FURTHER_CHUNK_MS,
-    LATE_UPDATE_MS,
-    LAYER,
-    MATRIX_UPDATE_MS,
-    NORM,
-    REST,
-    ROPE_AND_GATE,
-    UPDATE_MS,
-    UPDATE_REST_MS,
-    USUAL_MATRICES,
-    USUAL_TENSORS,
-    VECTOR_UPDATE_MS,
-    Launch,
-)
+from tightfit.hardware import launches as measured
+from tightfit.hardware.launches import Launch
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.models.spec import ModelSpec
@@ -36,11 +20,11 @@ from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 from tightfit.plan.seconds.tiles import TiledLaunches, tiled_launches
 
-PLAIN = LAYER[""]
+PLAIN = measured.LAYER[""]
 RECOMPUTED = {
-    "nothing": LAYER["checkpoint_every=1"],
-    "attention": LAYER["checkpoint_every=1 checkpoint_keep=attention"],
-    "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
+    "nothing": measured.LAYER["checkpoint_every=1"],
+    "attention": measured.LAYER["checkpoint_every=1 checkpoint_keep=attention"],
+    "matmuls": measured.LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
 ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, offload_launch)
 """Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
@@ -49,7 +33,7 @@ NOTHING = Launch(0.0, 0.0)
 
 def host_share(layer_launch_ms: float | None) -> float:
     """A host's time to launch a plain layer and its update, as a share of the measured host's; its own for None."""
-    return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + UPDATE_MS[""])
+    return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + measured.UPDATE_MS[""])
 
 
 def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING) -> PassSeconds:
@@ -63,20 +47,21 @@ def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec,
     forward_ms += more_forward_ms
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
-        backward_ms += _matrices(spec) * MATRIX_UPDATE_MS
+        backward_ms += _matrices(spec) * measured.MATRIX_UPDATE_MS
     for share, longer, base in _additions(levers, recompute, tiled):
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)
-    return PassSeconds(1e-3 * (REST.forward_ms + layers * forward_ms), 1e-3 * (REST.backward_ms + layers * backward_ms))
+    rest = measured.REST
+    return PassSeconds(1e-3 * (rest.forward_ms + layers * forward_ms), 1e-3 * (rest.backward_ms + layers * backward_ms))
 
 
 def _beyond_llama(spec: ModelSpec, pieces: int) -> list[tuple[int, Launch]]:
     """How many of which launches a layer in `pieces` has more than Llama's, or less."""
     return [
-        (2 * (spec.qk_norm + spec.sandwich_norms) * pieces, NORM),
-        (_biases(spec), BIAS),
-        (pieces if spec.experts is not None else 0, EXPERTS),
-        (-pieces if spec.rope is None and not spec.gated else 0, ROPE_AND_GATE),
+        (2 * (spec.qk_norm + spec.sandwich_norms) * pieces, measured.NORM),
+        (_biases(spec), measured.BIAS),
+        (pieces if spec.experts is not None else 0, measured.EXPERTS),
+        (-pieces if spec.rope is None and not spec.gated else 0, measured.ROPE_AND_GATE),
     ]
 
 
@@ -95,7 +80,7 @@ def layer_vectors(spec: ModelSpec) -> int:
 
 def late_update_launch_s(spec: ModelSpec, layers: int) -> float:
     """Host seconds of updating norms and biases of `layers` layers when a backward that updates matrices is over."""
-    return 1e-3 * (LATE_UPDATE_MS + layers * layer_vectors(spec) * VECTOR_UPDATE_MS)
+    return 1e-3 * (measured.LATE_UPDATE_MS + layers * layer_vectors(spec) * measured.VECTOR_UPDATE_MS)
 
 
 def _matrices(spec: ModelSpec) -> int:
@@ -125,7 +110,9 @@ def update_launch_s(
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
-        name, tensors = "optimizer_states=factored", USUAL_TENSORS  # most of it is for the matrices
-        further_chunks = max(0.0, (layers * layer_params + ends) / CHUNK_WEIGHTS - USUAL_MATRICES * layers)
-    layer_ms = UPDATE_MS[name] * tensors / USUAL_TENSORS
-    return 1e-3 * (UPDATE_REST_MS + layers * layer_ms + further_chunks * FURTHER_CHUNK_MS)
+        name, tensors = "optimizer_states=factored", measured.USUAL_TENSORS  # most of it is for the matrices
+        further_chunks = max(
+            0.0, (layers * layer_params + ends) / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers
+        )
+    layer_ms = measured.UPDATE_MS[name] * tensors / measured.USUAL_TENSORS
+    return 1e-3 * (measured.UPDATE_REST_MS + layers * layer_ms + further_chunks * measured.FURTHER_CHUNK_MS)

@@ -1,14 +1,11 @@
 """LayerTime: how long one micro-batch takes in one layer and in the head, split over tensor and context ranks."""
 
-from dataclasses import dataclass
-
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.adapter import frozen_products
 from tightfit.plan.seconds.attention import layer_attention
-from tightfit.plan.seconds.elementwise import Elementwise, layer_elementwise
-from tightfit.plan.seconds.passes import PassSeconds
-from tightfit.plan.seconds.products import Products, head_filled_share, head_forward_s, layer_products
+from tightfit.plan.seconds.elementwise import Elementwise
+from tightfit.plan.seconds.products import head_filled_share, head_forward_s, layer_products
 from tightfit.plan.seconds.rates import Rates
 
 UNALIGNED = 2
@@ -18,21 +15,39 @@ MULTIPROCESSORS = 132
 """An H100 or H200 has so many; cards of other generations have 80 to 150."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LayerTime:
     """Seconds of one micro-batch on one rank."""
 
-    tokens: float
-    products: Products
-    attention: PassSeconds
-    elementwise: Elementwise
-    head_forward_s: float
-    head_filled_share: float = 1.0
-    """The share of the card that is busy while the head's input gradient is made."""
-    rows_aligned: bool = True
-    """Whether rows of logits begin at 16 bytes."""
-    frozen_backward_s: float | None = None
-    """Products of a layer's backward where its weights are frozen: for inputs alone."""
+    def __init__(self, workload: Workload, rates: Rates, layout: Layout) -> None:
+        """One micro-batch of `layout`."""
+        spec, tensor, number_bytes = workload.spec, layout.tensor, workload.weight_bytes
+        self.tokens = tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
+        self.products = layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=number_bytes)
+        self.frozen_backward_s: float | None = None
+        """Products of a layer's backward where its weights are frozen: for inputs alone."""
+        if workload.adapted is not None:
+            self.products, self.frozen_backward_s = frozen_products(workload, rates, self.products, tokens)
+        self.attention = layer_attention(
+            spec, rates, tokens=tokens, sequence_length=workload.sequence_length, tensor=tensor
+        )
+        self.elementwise = Elementwise(
+            spec,
+            rates,
+            workload.engine,
+            tokens=tokens,
+            tensor=tensor,
+            sequence_parallel=layout.sequence_parallel,
+            number_bytes=number_bytes,
+        )
+        self.head_forward_s = head_forward_s(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=number_bytes)
+        self.head_filled_share = 1.0
+        """The share of the card that is busy while the head's input gradient is made: of the fused loss in 16 bits."""
+        if workload.precision != "fp32" and workload.engine.passes.logits is None:
+            self.head_filled_share = head_filled_share(
+                spec, tokens=tokens, tensor=tensor, weight_bytes=number_bytes, multiprocessors=MULTIPROCESSORS
+            )
+        self.rows_aligned = spec.vocab_size // tensor * number_bytes % ALIGNED_BYTES == 0
+        """Whether rows of logits begin at 16 bytes."""
 
     @property
     def forward_s(self) -> float:
@@ -56,50 +71,3 @@ class LayerTime:
         """What a loss takes on top that holds all logits: more passes over them, and slow products for odd rows."""
         slow_s = 0.0 if self.rows_aligned else (UNALIGNED - 1) * 3 * self.head_forward_s
         return self.elementwise.plain_loss_more_s + slow_s
-
-
-def _filled_share(workload: Workload, *, tokens: float, tensor: int) -> float:
-    """The share of the card that the fused loss fills in 16 bits; other engines compute all logits at once."""
-    if workload.precision == "fp32" or workload.engine.passes.logits is not None:
-        return 1.0
-    return head_filled_share(
-        workload.spec,
-        tokens=tokens,
-        tensor=tensor,
-        weight_bytes=workload.weight_bytes,
-        multiprocessors=MULTIPROCESSORS,
-    )
-
-
-def layer_time(workload: Workload, rates: Rates, layout: Layout) -> LayerTime:
-    """One micro-batch of `layout`."""
-    spec, tensor = workload.spec, layout.tensor
-    tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
-    products = layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes)
-    frozen_backward_s = None
-    if workload.adapted is not None:
-        products, frozen_backward_s = frozen_products(workload, rates, products, tokens)
-    return LayerTime(
-        tokens=tokens,
-        products=products,
-        frozen_backward_s=frozen_backward_s,
-        rows_aligned=spec.vocab_size // tensor * workload.weight_bytes % ALIGNED_BYTES == 0,
-        attention=layer_attention(
-            spec,
-            rates,
-            tokens=tokens,
-            sequence_length=workload.sequence_length,
-            tensor=tensor,
-        ),
-        elementwise=layer_elementwise(
-            spec,
-            rates,
-            workload.engine,
-            tokens=tokens,
-            tensor=tensor,
-            sequence_parallel=layout.sequence_parallel,
-            number_bytes=workload.weight_bytes,
-        ),
-        head_forward_s=head_forward_s(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes),
-        head_filled_share=_filled_share(workload, tokens=tokens, tensor=tensor),
-    )

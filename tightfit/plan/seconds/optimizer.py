@@ -30,16 +30,11 @@ def update_s(
 ) -> float:
     """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
     summed_params = params.owned if layout.zero >= 2 else params.all
-    added_bytes = (micro_batches - 1) * summed_params * sum_bytes(workload, layout)
-    if workload.engine.fuses_accumulation:
-        added_bytes = 0
+    # Of a weight and further micro-batch, the gradient is read and added to the sum.
+    sum_bytes = workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
+    added_bytes = 0 if workload.engine.fuses_accumulation else (micro_batches - 1) * summed_params * sum_bytes
     update_bytes = params.owned * moved_bytes(workload, layout, levers)
     return (added_bytes + update_bytes / _reached(levers, efficiency, wide=workload.updates_wide)) / bytes_s
-
-
-def sum_bytes(workload: Workload, layout: Layout) -> int:
-    """Bytes moved per weight and further micro-batch: its gradient is read, and added to the sum."""
-    return workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
 
 
 def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:

@@ -7,30 +7,24 @@ from tightfit.jobs.layout import Layout
 from tightfit.models.spec import ModelSpec
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelParams:
-    """Parameter counts of a whole model."""
+    """Parameter counts of a whole model, as the spec counts them."""
 
-    layer: int
-    """One average layer without its experts."""
-    layer_experts: int
-    ends: int
-    """Embedding, head and last norm."""
+    def __init__(self, spec: ModelSpec) -> None:
+        """Of all layers, whether alike or not."""
+        experts = 0
+        if spec.experts is not None:
+            each_layer = spec.mlp_params(spec.experts.mlp_size) * spec.experts.count
+            experts = each_layer * sum(spec.is_routed(layer) for layer in range(spec.layers))
+        layers = sum(spec.layer_params(layer) for layer in range(spec.layers)) - experts
+        self.layer = layers // spec.layers
+        """One average layer without its experts."""
+        self.layer_experts = experts // spec.layers
+        self.ends = spec.embedding_params + spec.head_params + spec.norm_params
+        """Embedding, head and last norm."""
 
 
-@cache
-def model_params(spec: ModelSpec) -> ModelParams:
-    """Counted as the spec counts them."""
-    experts = 0
-    if spec.experts is not None:
-        each_layer = spec.mlp_params(spec.experts.mlp_size) * spec.experts.count
-        experts = each_layer * sum(spec.is_routed(layer) for layer in range(spec.layers))
-    layers = sum(spec.layer_params(layer) for layer in range(spec.layers)) - experts
-    return ModelParams(
-        layer=layers // spec.layers,
-        layer_experts=experts // spec.layers,
-        ends=spec.embedding_params + spec.head_params + spec.norm_params,
-    )
+model_params = cache(ModelParams)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
-from tightfit.plan.seconds.layer import layer_time
+from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.rates import Rates
 
 
@@ -16,6 +16,6 @@ def teacher_s(workload: Workload, machine: Machine, rates: Rates, layout: Layout
         return 0.0
     longest = max(teacher.spec.max_positions, workload.sequence_length)
     own = replace(workload, spec=replace(teacher.spec, max_positions=longest), teacher=None)
-    layer = layer_time(own, rates, layout)
+    layer = LayerTime(own, rates, layout)
     copied_s = teacher.weight_bytes / machine.accelerator.host.copy_bytes_s if teacher.place == "host" else 0.0
     return teacher.spec.layers * layer.forward_s + layer.head_forward_s + copied_s

@@ -55,6 +55,12 @@ class TensorTraffic:
     """Summing gradients over copies, once a step."""
 
 
+def shared_ends(layout: Layout, layer_counts: Sequence[int]) -> float:
+    """How much of embedding and loss the pipeline rank with most layers has; balanced cuts may leave it neither."""
+    has_an_end = max(layer_counts) in (layer_counts[0], layer_counts[-1])
+    return 1.0 if layout.pipeline == 1 else 0.5 * has_an_end
+
+
 def tensor_traffic(group: Group, layout: Layout, layer_counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:
     """Traffic of the rank with most of `layer_counts`, whose collectives are over `hidden_bytes` each."""
     layers, split = max(layer_counts), layout.sequence_parallel
@@ -65,10 +71,8 @@ def tensor_traffic(group: Group, layout: Layout, layer_counts: Sequence[int], hi
 
     inside_s = seconds(forward_calls(layers, sequence_parallel=split, ends=0))
     both_ends_s = seconds(forward_calls(0, sequence_parallel=split))
-    has_an_end = layers in (layer_counts[0], layer_counts[-1])  # balanced cuts may leave the slowest rank neither
-    ends = 1.0 if layout.pipeline == 1 else 0.5 * has_an_end
     return TensorTraffic(
-        one_way_s=inside_s + ends * both_ends_s,
+        one_way_s=inside_s + shared_ends(layout, layer_counts) * both_ends_s,
         recompute_s=seconds(recompute_calls(layers, sequence_parallel=split)),
         regather_s=seconds(regather_calls(layers, sequence_parallel=split)),
     )

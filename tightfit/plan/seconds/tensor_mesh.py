@@ -14,7 +14,7 @@ more than columns, and its weights go over rows of the mesh, its activations ove
 ranks, or with few tokens, it sends more. Norms combine a number or two per row; vocabulary and loss: `ends`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.groups import CALL_S, Group, MakeGroup
-from tightfit.plan.seconds.tensor import TensorTraffic
+from tightfit.plan.seconds.tensor import TensorTraffic, shared_ends
 
 Axis = Literal["depth", "row", "column"]
 Collective = Literal["broadcast", "reduce", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -149,12 +149,19 @@ class MeshMessages:
 
 
 def mesh_traffic(
-    group: MakeGroup, layout: Layout, messages: MeshMessages, *, number_bytes: float, bytes_s: float
+    group: MakeGroup,
+    layout: Layout,
+    messages: MeshMessages,
+    layer_counts: Sequence[int],
+    *,
+    params: float,
+    number_bytes: float,
+    bytes_s: float,
 ) -> TensorTraffic:
-    """Seconds of one micro-batch."""
+    """Seconds of one micro-batch on the pipeline rank with most of `layer_counts`, which has `params` parameters."""
     depth, side, _ = layout.tensor_axes
     axes = {"column": group(1, side), "row": group(side, side), "depth": group(side * side, depth)}
-    layers, spec = messages.spec.layers, messages.spec
+    layers, spec, ends = max(layer_counts), messages.spec, shared_ends(layout, layer_counts)
 
     def seconds(found: list[Message]) -> float:
         return sum(message_s(axes[m.axis], m, FLOAT32_BYTES if m.wide else number_bytes) for m in found)
@@ -162,15 +169,14 @@ def mesh_traffic(
     block_bytes = FLOAT32_BYTES * messages.tokens * spec.hidden_size / layout.tensor
     norm_s = [passes * spec.norms_per_layer * block_bytes / bytes_s for passes in NORM_PASSES]
     forward_s, backward_s = (
-        layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + seconds(messages.ends(backward=back))
+        layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + ends * seconds(messages.ends(backward=back))
         for back in (False, True)
     )
-    gradient_bytes = number_bytes * spec.params() / layout.weight_ranks
     return TensorTraffic(
         one_way_s=(forward_s + backward_s) / 2,
         recompute_s=layers * (seconds(messages.layer(backward=False)) + norm_s[0]),
         regather_s=0.0,
-        once_s=axes["depth"].all_reduce_s(gradient_bytes) if layout.tensor_mesh == "2.5d" else 0.0,
+        once_s=axes["depth"].all_reduce_s(number_bytes * params) if layout.tensor_mesh == "2.5d" else 0.0,
     )
 
 

@@ -1,0 +1,17 @@
+"""Has torch's allocator on a GPU grow its segments where policy/segments.py says so."""
+
+import os
+from typing import Any
+
+import torch
+
+from tightfit.jobs.layout import Layout
+from tightfit.levers.policy.segments import SETTING, VARIABLES, grows_segments
+
+
+def grow_segments(layout: Layout, device: torch.device) -> None:
+    """For this process, before it allocates on `device`; nothing where the environment has settings."""
+    if device.type != "cuda" or not grows_segments(layout) or any(os.environ.get(name) for name in VARIABLES):
+        return
+    allocators: Any = torch._C
+    allocators._accelerator_setAllocatorSettings(SETTING)
