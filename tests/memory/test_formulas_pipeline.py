@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", covering(CASES))
+@pytest.mark.parametrize("name", covering(CASES, costly=lambda case: case[0].get("tensor_mesh") == "2d"))
 def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
     fields, levers, most = CASES[name]
     layout, given = Layout.model_validate({"pipeline": 2, "micro_batch": 1, **fields}), Levers.model_validate(levers)
