@@ -4,7 +4,7 @@ Every call reads another weight than the one before, more of them than the L2 ca
 (`milliseconds` of benchmarks/quantized_linear.py). Cuts are compiled and launched by several processes first, and one
 that stops the card there is named and left out. A cut that is further from float64 than eager is in 16 bits, or gives
 other bits the second time, is named and has no time. `bound_us` is what reading the codes, scales and zero points alone
-takes at the copy rate of the same run. Appends to results/packed_blocks.csv; a minute and a half on an H200.
+takes at the copy rate of the same run. Appends to results/packed_blocks.csv; half a minute on an H200.
 
     python -m benchmarks.packed_blocks
     python -m benchmarks.packed_blocks --rows 64 --rounds 50
