@@ -140,18 +140,21 @@ def test_offloaded_states_pass_at_the_links_speed_behind_the_next_forward() -> N
 
 
 def test_updates_inside_backward_hide_the_link_behind_it_too() -> None:
-    after, plain = offload_s(Levers(offload="optimizer"), length=32768)
-    inside, found = offload_s(Levers(offload="optimizer", update_in_backward=True), length=32768)
-    link_s = 12 * 8.03e9 / LINK
-    assert after == pytest.approx(max(0.0, link_s - plain.compute_s / 3), abs=0.3)
-    embedding_s = 12 * 128256 * 4096 / LINK  # whose gradient comes last, and which the next forward pass begins with
-    head_s = embedding_s  # waited for before a layer's are sent, which begins with those that are not put off
-    put_off_share = (2**30 - 2**29) / 4 / (8.03e9 - 2 * 128256 * 4096)
-    head_left_s = head_s - put_off_share * found.compute_s * 2 / 3
-    assert inside == pytest.approx(embedding_s + head_left_s, rel=0.05)
+    """Rows of 8192 tokens, whose kernels are shorter than the ring of states is long."""
+    after, plain = offload_s(Levers(offload="optimizer"), length=8192)
     everything = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=2**29)
-    nothing_late, found = offload_s(everything)
+    nothing_late, found = offload_s(everything, length=8192)
+    link_s = 12 * 8.03e9 / LINK
+    assert after == pytest.approx(link_s - plain.compute_s / 3, rel=0.05)
     assert nothing_late == pytest.approx(link_s - found.compute_s * 2 / 3, rel=0.05)
+
+
+def test_long_kernels_hold_the_link_up() -> None:
+    """Rows of 32 768: attention's backward alone runs for 40 ms, of which the ring hides three."""
+    levers = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=2**29)
+    inside, found = offload_s(levers, length=32_768)
+    hidden_s = 12 * 8.03e9 / LINK - inside
+    assert 0.25 * found.compute_s < hidden_s < 0.5 * found.compute_s  # of the two thirds that backward is
 
 
 def test_what_stays_on_the_gpu_does_not_travel() -> None:

@@ -15,6 +15,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
+from tightfit.plan.seconds.tiles import tile_seconds
 
 FP8_SHARE = 0.5
 """Of its time in 16 bits, that a product of 8-bit codes takes."""
@@ -42,10 +43,10 @@ class LongKernels:
 def long_kernels(spec: ModelSpec, layer: LayerTime, levers: Levers, again: Recompute, layers: int) -> LongKernels:
     """Those of `layers` layers, of which some are computed again; tiles make shorter products."""
     products, ups = layer.products, 2 if spec.gated else 1
-    shorter = (FP8_SHARE if levers.matmul != "native" else 1.0) / levers.tiles
-    up_s = [shorter * products.up_s / ups] * ups * levers.tiles
+    share = FP8_SHARE if levers.matmul != "native" else 1.0
+    up_s = ups * tile_seconds(share * products.up_s / ups, levers)
     qkv_s, output_s, down_s = (
-        [shorter * seconds] * levers.tiles for seconds in (products.qkv_s, products.output_s, products.down_s)
+        tile_seconds(share * seconds, levers) for seconds in (products.qkv_s, products.output_s, products.down_s)
     )
     all_products_s = [*qkv_s, *output_s, *up_s, *down_s]
     again_s = {

@@ -24,6 +24,11 @@ PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
 
 
+def tile_seconds(seconds: float, levers: Levers) -> list[float]:
+    """Of each of the products that one of `seconds` comes in."""
+    return [seconds / levers.tiles] * levers.tiles
+
+
 @dataclass(frozen=True, kw_only=True)
 class TiledLaunches:
     """The host's milliseconds of launching one layer in tiles."""
