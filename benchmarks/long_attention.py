@@ -1,7 +1,8 @@
 """Attention for seconds on end: what cuDNN's kernel reaches at the card's power limit, by the length of a row.
 
 Bursts of a few milliseconds run at a higher clock than a step of long rows, which is nearly all attention. Each length
-runs until its seconds are over; the last pass counts. Writes benchmarks/results/long_attention.csv.
+runs until its seconds are over, after one pass that counts for nothing; the last counts. Writes
+benchmarks/results/long_attention.csv.
 
     python -m benchmarks.long_attention                      on a GPU, half a minute
     python -m benchmarks.long_attention --tiny --device cpu  the same code on tiny shapes
@@ -32,10 +33,10 @@ def passes(length: int, device: torch.device, seconds: float) -> tuple[float, fl
     )
     gradient = torch.randn_like(query)
     backend = SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.MATH
-    count, end = 0, 0.0
+    count, end = -1, 0.0
     with sdpa_kernel(backend):
-        while not count or time.perf_counter() < end:
-            end = end or time.perf_counter() + seconds
+        while count < 1 or time.perf_counter() < end:
+            end = time.perf_counter() + seconds if count == 0 else end
             marks = [_now(device)]
             out = attention(query, key, value, is_causal=True, enable_gqa=True)
             marks.append(_now(device))

@@ -96,10 +96,10 @@ def test_products_have_a_fixed_part() -> None:
     assert NARROW.products == MEASURED.matmul
 
 
-def long_attention_rows() -> list[dict[str, str]]:
-    """Of benchmarks/long_attention.py, the newest of each length."""
+def long_attention() -> list[dict[str, str]]:
+    """The rows of benchmarks/long_attention.py."""
     with (RESULTS / "long_attention.csv").open(encoding="utf-8", newline="") as file:
-        return list({row["length"]: row for row in csv.DictReader(file)}.values())
+        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("head", [64, 128])
@@ -122,16 +122,17 @@ def test_attention_by_length(way: str, head: int) -> None:
     assert wide.tflop / wide.ms * 1e3 == pytest.approx(share * H200_FP32_TFLOP_S, rel=0.001)
 
 
-@pytest.mark.parametrize("row", long_attention_rows(), ids=lambda row: row["length"])
-def test_attention_that_lasts(row: dict[str, str]) -> None:
-    """Rows of 32 768 tokens and more, for seconds on end; forward reads keys anew that the L2 cache does not hold."""
-    length, spec, machine = int(row["length"]), resolve_spec("llama-3.1-8b"), parse_machine("H200")
+@pytest.mark.parametrize("length", sorted({int(row["length"]) for row in long_attention()}))
+def test_attention_that_lasts(length: int) -> None:
+    """For seconds on end, on the mean of the cards that measured it: they differ by five percent."""
+    spec = resolve_spec("llama-3.1-8b")
     workload = Workload(spec=replace(spec, max_positions=length), sequence_length=length, global_batch=1)
-    rates = card_rates(workload, machine, MEASURED)
+    rates = card_rates(workload, parse_machine("H200"), MEASURED)
     said = layer_attention(workload.spec, rates, tokens=length, sequence_length=length, tensor=1)
-    assert row["heads"] == f"{spec.heads}/{spec.kv_heads}x{spec.head_dim}"
-    assert 1e3 * said.forward_s == pytest.approx(float(row["forward_ms"]), rel=0.03)
-    assert 1e3 * said.backward_s == pytest.approx(float(row["backward_ms"]), rel=0.03)
+    found = [row for row in long_attention() if row["length"] == str(length)]
+    assert {row["heads"] for row in found} == {f"{spec.heads}/{spec.kv_heads}x{spec.head_dim}"}
+    assert 1e3 * said.forward_s == pytest.approx(mean(float(row["forward_ms"]) for row in found), rel=0.04)
+    assert 1e3 * said.backward_s == pytest.approx(mean(float(row["backward_ms"]) for row in found), rel=0.04)
 
 
 @pytest.mark.parametrize(
