@@ -24,6 +24,13 @@ STYLES = {
 CONDITIONS = ("date", "commit", "predicted_commit", "python", "torch", "transformers")
 """Columns that say when and with what a case was measured, not which case it is."""
 
+OUTDATED = {
+    ("ee9d7a4c", "offload=weights update_in_backward=true"),
+    ("9980fe07", "offload=weights update_in_backward=true"),
+}
+"""Commit and levers of rows whose step has since become another: masters that are streamed came one piece at a time, and
+come three pieces ahead of their casts now. These cases count as not measured until they are measured again."""
+
 
 class Errors(NamedTuple):
     """How far predictions are from measurements, as shares of the latter."""
@@ -52,12 +59,15 @@ def read_truth(path: Path) -> list[dict[str, str]]:
 
 
 def newest(path: Path) -> list[dict[str, str]]:
-    """The newest row of each case, in the order the cases first came: results are only ever appended."""
+    """The newest row of each case, in the order the cases first came: results are only ever appended.
+
+    A case whose newest row is outdated has none.
+    """
     latest: dict[tuple[str, ...], dict[str, str]] = {}
     for row in read_truth(path):
         columns = list(row)[: list(row).index("formula_gib")]
         latest[tuple(row[column] for column in columns if column not in CONDITIONS)] = row
-    return list(latest.values())
+    return [row for row in latest.values() if (row["commit"], row.get("more")) not in OUTDATED]
 
 
 def points(rows: Sequence[dict[str, str]], predicted: str, measured: str) -> Points:
