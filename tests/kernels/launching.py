@@ -4,7 +4,8 @@ The interpreter accepts much that Triton's compiler refuses. Each launch is caug
 compute capabilities from the very arguments of that launch; a line per kernel says which, and the target of its PTX.
 Needs a process in which kernels are not interpreted. First come the flash attention kernels (compiling.py).
 
-Of the variants of a kernel each card gets some, so that two cards together get all; with `all`, each gets all.
+A kernel is compiled for the first card that launches it, and every second of its variants; with `all`, all of them for
+every card.
 """
 
 import re
@@ -69,16 +70,20 @@ Parts = dict[str, Any]
 
 
 class Card:
-    """One of those that are compiled for, and its share of variants: of each kind, every second."""
+    """One of those that are compiled for, and its share of variants: of each kind, all or every second."""
 
-    def __init__(self, capability: int, number: int, *, gets_all: bool) -> None:
+    def __init__(self, capability: int, *, gets_all: bool) -> None:
         self.capability = capability
         self.narrow = torch.float16 if capability < 80 else torch.bfloat16
-        self.share = slice(None) if gets_all else slice(number % 2, None, 2)
+        self.share = slice(None) if gets_all else slice(None, None, 2)
 
     def some(self, *variants: Variant) -> Iterable[Variant]:
         """This card's of these."""
         return variants[self.share]
+
+
+launched: set[Any] = set()
+"""Kernels that have been compiled for any card."""
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], warps: int, capability: int) -> Any:
@@ -107,10 +112,13 @@ def _kind(value: Any) -> str:
     return TYPES[value.dtype] if isinstance(value, Tensor) else "fp32" if isinstance(value, float) else "i32"
 
 
-def catch_launches(capability: int) -> None:
-    """From now on launching a kernel compiles it and prints a line instead."""
+def catch_launches(capability: int, others: set[Any]) -> None:
+    """From now on launching a kernel that is not among `others` compiles it and prints a line instead."""
 
     def run(kernel: Any, *given: Any, grid: Any, warmup: bool, num_warps: int = 4, **constants: Any) -> None:
+        if kernel in others:
+            return
+        launched.add(kernel)
         named = dict(zip(kernel.arg_names, given, strict=False)) | constants
         made = compile_launch(kernel, named, num_warps, capability)
         target = re.search(r"\.target (\w+)", made.asm["ptx"])
@@ -231,7 +239,7 @@ def launch_packed_products(card: Card) -> None:
 def launch_outliers(card: Card) -> None:
     """Products with SpQR's weights of one token and of several, and the weight expanded for many."""
     spqr, (weight, _) = tightfit.kernels.spqr_linear, spqr_weights(512, 64, 3)
-    for rows, block_n in ((1, 16), (16, 32)):
+    for rows, block_n in card.some((1, 16), (16, 32)):
         cut = spqr.RowTiles(block_n=block_n, parts=2, stages=1)
         spqr.launch_spqr_rows(torch.ones(rows, 512, dtype=card.narrow), weight, cut)
     spqr._run_expand(*weight[:-1], card.narrow)
@@ -294,9 +302,9 @@ def main(*arguments: str) -> None:
     capabilities = [int(argument) for argument in arguments if argument != "all"]
     for capability in capabilities:
         compile_flash_attention(capability)
-    for number, capability in enumerate(capabilities):
-        catch_launches(capability)
-        card = Card(capability, number, gets_all=gets_all)
+    for capability in capabilities:
+        catch_launches(capability, set() if gets_all else set(launched))
+        card = Card(capability, gets_all=gets_all)
         launch_everything(card)
         launch_decoding(card)
         if capability >= 90:

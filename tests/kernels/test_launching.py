@@ -12,7 +12,7 @@ WITHOUT_OPTIMISING = {"DISABLE_LLVM_OPT": "1", "DISABLE_PTXAS_OPT": "1"}
 """What compiles so compiles with it, a quarter sooner."""
 
 
-@pytest.mark.parametrize("variants", [[], thorough(["all"])], ids=["of one card each", "of both cards"])
+@pytest.mark.parametrize("variants", [[], thorough(["all"])], ids=["for one card each", "all for both"])
 def test_kernels_compile_for_cards_that_are_not_here(variants: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {} if variants else WITHOUT_OPTIMISING
@@ -32,7 +32,7 @@ def test_kernels_compile_for_cards_that_are_not_here(variants: list[str]) -> Non
     old, new = ([line[:2] for line in lines if line[2] == target] for target in ("sm_75", "sm_90a"))
     assert len(old) + len(new) == len(lines)
     both = [line for line in new if line[0].removeprefix("tightfit.kernels.") not in newer]
-    assert sorted(old) == sorted(both) if variants else {*map(tuple, old)} == {*map(tuple, both)}
+    assert sorted(old) == sorted(both) if variants else not {*map(tuple, old)} & {*map(tuple, both)}
 
 
 def assert_flash_attention_fits(lines: list[list[str]]) -> None:
