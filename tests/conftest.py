@@ -28,6 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 import pytest
 
+from tests.covering import leave_out_others
 from tests.optional import pytest_make_collect_report, pytest_runtest_makereport
 
 __all__ = ["pytest_make_collect_report", "pytest_runtest_makereport"]
@@ -56,6 +57,12 @@ def set_up() -> None:
 gc.disable()
 if not DEALS_OUT:
     set_up()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m "not thorough"` chooses."""
+    leave_out_others(items)
 
 
 def pytest_collection_finish() -> None:

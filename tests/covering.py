@@ -8,12 +8,16 @@ combination are faults of two of its settings (Kuhn, Wallace, Gallo, Software Fa
 
 The others are marked `thorough` and run by `make test-all`. Nothing is drawn: the same cases are taken every time, and
 a case that is added with a new value in it is taken by itself.
+
+Where cases are alike, and all of them take seconds, `sampled(n)` over a test has `make test` run one case in n.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 from pydantic import BaseModel
@@ -25,6 +29,29 @@ Value = tuple[str, str]
 def thorough(*values: Any) -> Any:
     """Values for `parametrize` that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def sampled(every: int) -> pytest.MarkDecorator:
+    """Mark a test of whose cases `make test` runs one in `every`, the same ones every time."""
+    return pytest.mark.sampled(every)
+
+
+def leave_out_others(items: Iterable[pytest.Item]) -> None:
+    """Mark as `thorough` the cases of `sampled` tests that are not in the sample.
+
+    Cases are ordered by a hash of their name, so that a sample of crossed parameters has no pattern, and a case that is
+    added leaves the order of the others.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("thorough"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        mark = alike[0].get_closest_marker("sampled")
+        assert mark is not None
+        kept = -(-len(alike) // mark.args[0])
+        for item in sorted(alike, key=lambda item: crc32(item.nodeid.encode()))[kept:]:
+            item.add_marker(pytest.mark.thorough)
 
 
 def covering(

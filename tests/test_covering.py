@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import chosen, covering, shown
+from tests.covering import chosen, covering, leave_out_others, sampled, shown
 from tightfit.jobs.layout import Layout
 
 GRID = [{"a": a, "b": b, "c": c} for a, b, c in product(range(3), range(4), "xy")]
@@ -60,3 +60,36 @@ def test_cases_without_names_are_given_whole() -> None:
     made = covering([(1, "x"), (1, "x"), (2, "y")])
     assert made[0] == (1, "x")
     assert made[1].values == (1, "x")
+
+
+class Collected:
+    """What pytest knows of a collected case, as far as samples ask for it."""
+
+    def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
+        self.nodeid, self.marks = nodeid, [mark.mark for mark in marks]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.mark)
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.get_closest_marker("thorough") is not None
+
+
+def test_a_sample_is_one_case_in_so_many_and_new_cases_leave_it_as_it_is() -> None:
+    def left_out(*names: str) -> dict[str, bool]:
+        cases: list[Any] = [Collected(f"a.py::t[{name}]", sampled(3)) for name in names]
+        cases += [Collected("a.py::t[long]", sampled(3), pytest.mark.thorough), Collected("a.py::other[1]")]
+        leave_out_others(cases)
+        assert cases[-2].is_left_out
+        assert not cases[-1].is_left_out
+        return {case.nodeid: case.is_left_out for case in cases[:-2]}
+
+    seven = left_out(*"abcdefg")
+    assert sorted(seven.values()) == [False] * 3 + [True] * 4
+    assert not left_out("a")["a.py::t[a]"], "of one case, one"
+    kept = {name for name, left in seven.items() if not left}
+    assert len(kept & {name for name, left in left_out(*"abcdefgh").items() if not left}) >= 2

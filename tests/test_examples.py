@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.covering import sampled
 from tests.few_dots import few_dots
 from tightfit.cli.main import app
 from tightfit.models.resolve import checkpoints_of
@@ -37,6 +38,7 @@ def tightfit(*words: str) -> str:
     return made.output
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("name", "steps", "changes"),
     [
@@ -82,6 +84,7 @@ def test_a_script_runs_line_by_line(
         assert (examples / "exported" / "model.safetensors").is_file()
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["hf_trainer", "hf_peft", "hf_trl"])
 def test_a_hugging_face_script_trains(name: str) -> None:
     example: dict[str, Any] = runpy.run_path(str(EXAMPLES / f"{name}.py"))

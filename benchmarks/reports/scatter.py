@@ -28,8 +28,8 @@ OUTDATED = {
     ("ee9d7a4c", "offload=weights update_in_backward=true"),
     ("9980fe07", "offload=weights update_in_backward=true"),
 }
-"""Commit and levers of rows whose step has since become another: masters that are streamed came one piece at a time, and
-come three pieces ahead of their casts now. These cases count as not measured until they are measured again."""
+"""Commit and levers of rows whose step has changed since: streamed masters then came one piece at a time, and now come
+three pieces ahead of their casts. These cases count as not measured until they are measured again."""
 
 
 class Errors(NamedTuple):
@@ -67,7 +67,7 @@ def newest(path: Path) -> list[dict[str, str]]:
     for row in read_truth(path):
         columns = list(row)[: list(row).index("formula_gib")]
         latest[tuple(row[column] for column in columns if column not in CONDITIONS)] = row
-    return [row for row in latest.values() if (row["commit"], row.get("more")) not in OUTDATED]
+    return [row for row in latest.values() if (row.get("commit"), row.get("more")) not in OUTDATED]
 
 
 def points(rows: Sequence[dict[str, str]], predicted: str, measured: str) -> Points:

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import pipeline_bubble, pipeline_flow
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("server")
 def test_every_schedule_is_recorded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--ranks", "2", "--micro-batches", "4", "--forward-ms", "5", "--dry-run"]

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.reports.documentation import RESULTS
 from benchmarks.reports.scale import _newest, plan_rows, published_rows, stage_rows, time_rows
 from benchmarks.scale import CASES, chosen
+from tests.covering import sampled
 from tightfit.errors import UserError
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.layout import Layout
@@ -40,6 +41,7 @@ def test_rows_are_what_the_planner_says(row: Mapping[str, str]) -> None:
     assert float(row["tokens_per_second_per_gpu"]) == pytest.approx(speed, rel=0.05), ADVICE
 
 
+@sampled(3)
 @pytest.mark.parametrize("row", NEWEST, ids=lambda row: row["case"])
 def test_the_planner_still_picks_it(row: Mapping[str, str]) -> None:
     one = chosen(row["case"], CASES[row["case"]])

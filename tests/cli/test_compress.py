@@ -8,7 +8,7 @@ import pytest
 
 from tests.compress.conftest import SPEC, text, tiny, tokenizer
 from tests.compress.test_fitting import sized
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.fitting import fit_ledger
 from tightfit.compress.report import CompressionReport, LayerReport
@@ -78,6 +78,7 @@ def test_errors_without_text_are_told_as_those_of_weights(tiny: Path, tmp_path: 
     assert told.endswith("…; compressed-tensors)")
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "method",
     [
@@ -186,6 +187,7 @@ def test_a_report_beside_the_model_and_sizes_against_perplexity(
     assert "not a picture that tightfit wrote" in refused.err
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "method",
     [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.layer_compression import compress_layer
@@ -71,6 +71,7 @@ def recipe_for(name: str) -> Recipe:
     return recipe_of(name, **METHODS[name])
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     report = run(tiny, tmp_path / "small", recipe_for(name), text, token_cache)
@@ -239,6 +240,7 @@ def test_a_recipe_of_several_schemes(tiny: Path, text: Path, token_cache: Path, 
     assert can_join(model)  # plain and packed layers beside one another, each set of one input coded alike
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("method", "options", "group"),
     [
@@ -317,6 +319,7 @@ FAMILIES = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("method", "name"),
     [("awq", name) for name in FAMILIES]

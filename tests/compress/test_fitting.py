@@ -276,6 +276,7 @@ def test_what_is_refused(
         fit_bits(replace(job, model=str(tmp_path / "routed")), parse_machine("T4"), 100, "gptq")
 
 
+@pytest.mark.thorough
 def test_a_choice_is_kept_for_a_run_that_was_killed(fitted: tuple[CompressionJob, Fit], text: Path) -> None:
     """Bits are not measured again for the same weights, rows and bytes; a damaged file is no choice."""
     job, found = fitted

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.compress.test_compression import logits, run
+from tests.covering import sampled
 from tightfit.compress.conversion import convert
 from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
@@ -151,6 +152,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_tensors_that_do_not_belong_together_are_a_sentence(
     name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path

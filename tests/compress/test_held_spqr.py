@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.compress.test_coding import matrix, moment
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, assert_no_worse
 from tightfit.compress.spqr import SpqrOptions, spqr
 from tightfit.models.quantized.coded_weight import CodedWeight
@@ -40,6 +41,7 @@ def test_held_as_in_files(shape: tuple[int, int, int]) -> None:
     assert held_bytes(layer) == sum(tensor.nbytes for name, tensor in stored.items() if name != "weight_shape")
 
 
+@sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_products_are_those_of_the_matrix(shape: tuple[int, int, int], rows: int) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import Run
 from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said, counted_bytes
+from tests.covering import sampled
 from tightfit.compress.bit_choice import settled_for
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
@@ -66,6 +67,7 @@ def test_every_width(options: dict[str, Any], tiny: Path, tmp_path: Path) -> Non
     assert stored == predict(SPEC, recipe, 1, 1).result_bytes
 
 
+@sampled(2)
 @pytest.mark.parametrize("method", ["nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary", "spqr"])
 def test_bytes_of_files_are_those_predicted(
     method: Any, tiny: Path, text: Path, token_cache: Path, tmp_path: Path

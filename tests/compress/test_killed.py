@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.fuzz.killed_compression import OF_METHOD, kill_and_resume, write_materials
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("method", "kills"), [("gptq", 4), ("fit", 3), *(thorough(method, 15) for method in OF_METHOD)]
 )

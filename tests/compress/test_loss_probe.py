@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.compress.conftest import SPEC
+from tests.covering import sampled
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.factoring import FactoringJob, factorise
 from tightfit.compress.job import ShrinkingJob
@@ -52,6 +53,7 @@ def whole_models_kl(job: ShrinkingJob, rows: int) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_against_whole_models(way: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """More rows than are probed; and the same number from a run that goes on where another was stopped."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.compress.conftest import SPEC, random_model
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tightfit.compress.bit_choice import group_of, least_bytes
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
@@ -80,6 +80,7 @@ def is_quick(method: str, spec: ModelSpec, rows: int, length: int, phase: Phase 
     )
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("method", "spec", "rows", "length", "phase"), [case if is_quick(*case) else thorough(*case) for case in CASES]
 )
@@ -99,6 +100,7 @@ def test_a_layer(method: str, spec: ModelSpec, rows: int, length: int, phase: Ph
     assert ledger.peak_allocated_bytes() == pytest.approx(tracer.trace.replay().peak_allocated_bytes, rel=0.07)
 
 
+@sampled(2)
 @pytest.mark.parametrize("spec", [LATENT, SHARED], ids=lambda spec: spec.family)
 @pytest.mark.parametrize("method", ["rtn", "awq"])
 def test_layers_of_other_shapes(spec: ModelSpec, method: str) -> None:
@@ -138,6 +140,7 @@ def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
     return said[0]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("spec", "method", "rows", "phase"),
     [
@@ -189,6 +192,7 @@ def test_a_model_that_writes_its_own_text(
     assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("spec", "rows", "length", "phase"),
     [

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.compress.conftest import SPEC
 from tests.compress.test_compression import load_tensors, run
 from tests.compress.test_fitting import sized
+from tests.covering import sampled
 from tests.speed import within_turns
 from tightfit.compress.compression import LAYER_SHARDS, CompressionJob, compress
 from tightfit.compress.conversion import convert
@@ -197,6 +198,7 @@ def test_a_kill_at_the_last_instant_leaves_work_that_goes_on(
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
+@sampled(3)
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("left", [0, 7, 2000])
 def test_a_finished_layer_that_was_damaged_is_done_again(
@@ -249,6 +251,7 @@ def test_a_misspelt_layer_of_one_step_is_refused(tiny: Path, text: Path, token_c
         run(tiny, tmp_path / "small", Recipe(kept), text, token_cache)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("targets", "said"),
     [

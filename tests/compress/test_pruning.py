@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.compress.test_compression import logits, run
 from tests.compress.test_transformers import their_logits
+from tests.covering import sampled
 from tightfit.compress.pruning import Sparsity, magnitude, sparsegpt, wanda
 from tightfit.compress.recipe import recipe_of
 from tightfit.errors import UserError
@@ -105,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_models(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     report = run(tiny, tmp_path / "small", recipe_of(name, **CASES[name]), text, token_cache)

@@ -10,6 +10,7 @@ import transformers
 from tests.compress.conftest import random_model
 from tests.compress.test_compression import run
 from tests.compress.test_structured import cut, spec_of, with_biases
+from tests.covering import sampled
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.compress.structured import KeptShape
 from tightfit.models.decoder import Decoder
@@ -62,6 +63,7 @@ def served(
     return top / "model", top / "small", theirs
 
 
+@sampled(2)
 def test_answers_are_what_transformers_generates(served: tuple[Path, Path, Any]) -> None:
     _, small, theirs = served
     assert_answers(theirs, small, None)

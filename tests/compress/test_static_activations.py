@@ -14,7 +14,7 @@ from tests.cli.conftest import Run
 from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import TOKENS, logits, run
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tightfit.compress.activation_scales import activation_scale, scale_of_inputs
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import schemes
@@ -112,6 +112,7 @@ def test_a_scale_for_the_whole_matrix_rounds_inputs_too() -> None:
     assert float((wanted - x @ coded.dequantize().T).abs().max()) > 1e-3
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_calibrated_stored_and_run(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """Beside the same codes with inputs rounded by hand, as the files' scales say."""
@@ -215,6 +216,7 @@ def test_damaged_scales_are_a_sentence(tiny: Path, text: Path, token_cache: Path
         shutil.rmtree(bad)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "changes", [{"strategy": "token"}, {"symmetric": False}, {"num_bits": 4}, {"dynamic": "local"}, {"type": "x"}]
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.compress.conftest import SPEC, random_model
 from tests.compress.test_compression import FAMILIES, logits
 from tests.compress.test_transformers import their_logits
+from tests.covering import sampled
 from tests.models.huggingface.reference import CASES as CONFIGS
 from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.observation import layer_of
@@ -76,6 +77,7 @@ def with_biases(model: Decoder) -> Decoder:
     return model
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_an_ordinary_smaller_model(
     name: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path

@@ -18,7 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from typer.testing import CliRunner
 
-from tests.covering import above_four_ranks, covering, thorough
+from tests.covering import above_four_ranks, covering, sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.plan.questions import planned
@@ -60,6 +60,7 @@ def target(layout: Layout, **changes: Any) -> CheckTarget:
     return CheckTarget(replace(TINY, qk_norm=True), layout, passes=2, **changes)
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", [TENSOR, WHOLE_STREAM, REPLICAS, SHARDS], ids=["tensor", "whole", "ddp", "zero-3"])
 def test_what_is_right_passes(group: Make, layout: Layout) -> None:
     verdicts = group(2).run(judge, target(layout, levers=Levers(checkpoint_every=1)))
@@ -118,6 +119,7 @@ MIXTURES = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(MIXTURES, costly=above_four_ranks))
 def test_mixtures_pass(group: Make, name: str) -> None:
     world, layout = MIXTURES[name]
@@ -369,6 +371,7 @@ SINKS = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(SINKS))
 def test_attention_sinks_and_biased_experts_pass(group: Make, name: str) -> None:
     """gpt-oss over every kind of ranks: sinks by head, windows, biased experts, a clamped gate."""

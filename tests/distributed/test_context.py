@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import above_four_ranks, covering, thorough
+from tests.covering import above_four_ranks, covering, sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import GEMMA, GPT2, TIED, mesh_of
 from tests.train.models import TINY, TINY_ROUTED
@@ -84,12 +84,14 @@ def assert_same(group: Make, target: CheckTarget) -> None:
     assert verdict.compared > 50
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(EXCHANGED, costly=above_four_ranks))
 def test_ranks_that_exchange_heads_train_as_one_process(group: Make, name: str) -> None:
     spec, layout, levers = EXCHANGED[name]
     assert_same(group, CheckTarget(spec, layout, levers, passes=2))
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(RINGS, costly=above_four_ranks))
 def test_rings_train_as_one_process(group: Make, name: str) -> None:
     spec, layout, levers = RINGS[name]

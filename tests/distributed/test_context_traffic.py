@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.covering import sampled
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.parallel.test_data import Traffic
@@ -51,6 +52,7 @@ def sent_in_a_step(target: CheckTarget) -> Sent:
     return traffic.elements
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sent_is_the_formula(group: Make, name: str) -> None:
     spec, layout = CASES[name]

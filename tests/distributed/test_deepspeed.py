@@ -145,6 +145,7 @@ def assert_same_run(found: Path, truth: Path) -> None:
         assert (ours[name] - tensor).norm() < 1e-3 * (tensor.norm() + 1e-12), name
 
 
+@pytest.mark.thorough
 @needs_deepspeed
 @pytest.mark.parametrize("case", [*CASES.values(), *map(thorough, MORE_CASES.values())], ids=list(CASES | MORE_CASES))
 def test_ends_as_our_engine_does(pair: Group, make: Make, case: Fields) -> None:

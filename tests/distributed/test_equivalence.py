@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.group import Group
 from tests.distributed.training import (
     CPU,
@@ -98,6 +98,7 @@ def assert_same(found: Trace, truth: Trace, near: float = NEAR) -> None:
         assert distance(found.last[name], weight) < near, name
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
@@ -115,6 +116,7 @@ def test_weights_shrink_as_on_one_process(group: Make, split: dict[str, int]) ->
     assert all(zeros)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("zero", "scales"), [(0, "learned"), (1, "learned"), (2, "minmax"), (3, "learned")])
 def test_rounded_weights_train_as_on_one_process(group: Make, zero: int, scales: str) -> None:
     rounding = Quantize.model_validate({"bits": 4, "group": 8, "scales": scales})
@@ -167,6 +169,7 @@ def test_routed_layers_count_their_balance_by_tokens(group: Make, zero: int) -> 
     assert_same(together(group(2).run(run_rank, case)), truth(replace(case, data=1, zero=0)))
 
 
+@sampled(2)
 @pytest.mark.parametrize(("zero", "precision"), covering(list(product(range(4), ("bf16", "fp16", "pure-bf16")))))
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, zero: int, precision: str) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, steps=2, precision=precision, states=True)  # type: ignore[arg-type]

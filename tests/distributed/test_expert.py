@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.train.models import TINY_ROUTED
@@ -105,6 +105,7 @@ def above_four_ranks(case: tuple[Any, dict[str, Any], Levers]) -> bool:
     return Layout.model_validate({"micro_batch": 2, **case[1]}).ranks > 4
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(CASES, costly=above_four_ranks))
 def test_expert_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     spec, degrees, levers = CASES[name]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import covering, thorough
+from tests.covering import covering, sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import UNEVEN, Case, mesh_of, run_rank, together, truth
 from tests.train.models import TINY, TINY_ROUTED
@@ -56,6 +56,7 @@ def assert_same(group: Make, target: CheckTarget, least: int = 60, steps: int = 
     assert verdict.compared > least
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", covering(LAYOUTS))
 def test_optimizer_states_on_the_host(group: Make, name: str) -> None:
     assert_same(group, target_of(LAYOUTS[name], offload="optimizer"))
@@ -85,6 +86,7 @@ def test_biases_that_are_not_trained_stay(group: Make, offload: Offload, zero: i
     assert_same(group, CheckTarget(CORRECTED, layout, Levers(offload=offload, checkpoint_every=1), passes=2))
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("zero", "tensor", "precision", "levers"),
     [

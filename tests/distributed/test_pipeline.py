@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.group import Group
 from tests.distributed.piping import DEEP, Piped
 from tests.distributed.test_equivalence import assert_same, distance
@@ -89,6 +89,7 @@ CASES = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_a_pipeline_trains_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
@@ -128,6 +129,7 @@ def test_whole_gradients_of_micro_batches_are_summed_in_float32(group: Make) -> 
         assert distance(piped.gradients[0][name], gradient) < 1e-5, name
 
 
+@sampled(2)
 @pytest.mark.parametrize("form", ["8bit", "bf16", "factored"])
 def test_optimizer_states_are_those_of_one_process(group: Make, form: StateFormat) -> None:
     case = Piped(spec=DEEP_TIED, steps=2, levers=Levers(optimizer_states=form), states=True)

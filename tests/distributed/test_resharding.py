@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.test_checkpoints import rewritten, run_on
 from tests.train.jobs import tiny_job
@@ -95,6 +95,7 @@ def neighbours(ways: dict[str, Way]) -> list[Any]:
     return [thorough(*pair) if number else pair for number, pair in enumerate(pairs)]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("ways", "writer", "reader"), [*neighbours(DENSE), *neighbours(EXPERTS)])
 def test_each_layout_reads_what_another_wrote(
     group: Make, make: Callable[..., Job], ways: dict[str, Way], writer: str, reader: str

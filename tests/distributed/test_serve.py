@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.covering import sampled
 from tests.distributed.group import Group
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.models.decoder import Decoder
@@ -78,6 +79,7 @@ def saved(spec: ModelSpec, folder: Path) -> tuple[str, Decoder]:
     return str(folder), model.eval()
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "spread"), CASES, ids=lambda each: str(each))
 def test_ranks_answer_as_one_process(name: str, spread: Spread, group: Make, tmp_path: Path) -> None:
     source, model = saved(SHAPES[name], tmp_path / "model")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.group import Group
 from tests.distributed.test_equivalence import assert_same
 from tests.distributed.training import (
@@ -84,6 +84,7 @@ STREAMS = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", covering(STREAMS))
 def test_tensor_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     """And what several ranks hold stays the same to the bit, which is how their parts are put together."""
@@ -93,6 +94,7 @@ def test_tensor_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     assert_same(together(found), truth(case.alone()))
 
 
+@sampled(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("spec", [TINY_ROUTED, SHARED], ids=["routed", "shared"])
 def test_tensor_ranks_route_alike(group: Make, spec: object, sequence_parallel: bool) -> None:

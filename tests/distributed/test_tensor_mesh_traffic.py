@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.test_tensor_mesh import CUBE, DEEP, NINE, SPECS, SQUARE, THREES
 from tests.distributed.training import GEMMA, GPT2
@@ -95,6 +95,7 @@ def told(messages: list[Message]) -> Counter[str]:
     return found
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", [thorough(name) if layout is NINE else name for name, (_, layout) in CASES.items()])
 def test_what_is_sent_is_the_formula(group: Make, name: str) -> None:
     """Of every collective, forward and backward, on every rank."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.group import Group
 from tests.distributed.test_offload import assert_same
 from tests.distributed.training import GEMMA, GPT2, Case, run_rank, together, truth
@@ -45,6 +45,7 @@ def test_ranks_train_in_tiles_as_one_process_does_whole(group: Callable[[int], G
         assert (found.gradients[-1][name] - gradient).norm() <= 2e-5 * gradient.norm(), name
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("spec", "layout"),
     covering(TILED),

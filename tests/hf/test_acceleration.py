@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.models.llama import modeling_llama
 
 import tightfit.hf
+from tests.covering import sampled
 from tests.hf.models import gradients, make_batch, make_config, make_model, make_twins
 from tightfit.errors import UserError
 from tightfit.hf import accelerate, undo
@@ -128,6 +129,7 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_models_are_named(name: str) -> None:
     model = UNSUPPORTED[name]()
@@ -179,6 +181,7 @@ def test_a_norm_whose_weight_is_wider_promotes_as_before() -> None:
     assert ours.model.layers[0].input_layernorm(x).dtype == torch.float16
 
 
+@pytest.mark.thorough
 def test_one_graph_with_our_rotary_inside() -> None:
     """torch.compile must see the rebound forward's own globals, not those of the file it came from."""
     plain, ours = make_twins("llama")

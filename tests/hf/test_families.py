@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from benchmarks.peers.checkpointing import checkpoint_layers
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.hf.models import FAMILIES, gradients, make_batch, make_model, make_twins
 from tightfit.hf import accelerate, undo
 
 STEPS, MORE_STEPS = 5, 20
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("family", "steps"), [*product(FAMILIES, [STEPS]), *(thorough(family, MORE_STEPS) for family in FAMILIES)]
 )
@@ -37,6 +38,7 @@ def test_steps_are_the_unpatched_models(family: str, steps: int) -> None:
             optimizer.zero_grad()
 
 
+@sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "phi4-mini", "gpt2"])
 def test_a_step_through_the_triton_kernels(family: str) -> None:
     """Triton's interpreter runs them here; tests/gpu/test_hf.py runs them for real."""

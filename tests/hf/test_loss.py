@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.hf.models import FAMILIES, VOCABULARY, gradients, make_batch, make_model, make_twins
 from tightfit.errors import UserError
 from tightfit.hf import accelerate
@@ -27,6 +28,7 @@ def assert_alike(ours: Any, plain: Any, batch: dict[str, Any]) -> None:
     torch.testing.assert_close(gradients(ours), gradients(plain), rtol=1e-4, atol=1e-5)
 
 
+@sampled(3)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "gpt2", "paligemma"])
 @pytest.mark.parametrize(
     "asked",
@@ -56,6 +58,7 @@ def test_labels_given_by_position() -> None:
     torch.testing.assert_close(ours(*arguments).loss, plain(*arguments).loss)
 
 
+@sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_besides_logits_are_the_familys_own(family: str) -> None:
     plain, ours = make_twins(family)

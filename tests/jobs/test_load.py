@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import sampled
 from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.jobs.fields import field_rows
@@ -149,6 +150,7 @@ COSTLY = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize(("text", "words"), COSTLY.values(), ids=COSTLY)
 def test_no_text_costs_more_than_its_length(text: str, words: str) -> None:
     with within_turns(250), pytest.raises(UserError) as caught:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tightfit.errors import UserError
 from tightfit.kernels import attention as module
 from tightfit.kernels.attention import AttentionMask, attention, attention_backend, attention_eager
@@ -97,6 +98,7 @@ def test_scale_and_unmasked_reference() -> None:
     assert torch.allclose(attention_eager(query, key, value, None, scale=6**-0.5), wanted, atol=1e-6)
 
 
+@sampled(2)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_flex_equals_eager(setting: str) -> None:
     """Uncompiled, over more than one of its blocks, and forward only: on CPUs it has no more."""

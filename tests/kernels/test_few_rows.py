@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse
 from tightfit.kernels.few_rows import LEAST_OUTPUTS, MOST_ROWS, few_rows, few_rows_eager, takes_few_rows
 from tightfit.kernels.overlap import can_overlap
@@ -23,6 +24,7 @@ def numbers(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return x.to(DEVICE, dtype), weight.to(DEVICE, dtype), bias.to(DEVICE, dtype)
 
 
+@sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES[1:] if HAS_GPU else DTYPES)  # of 16 bits on a GPU, as it is asked for there
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("biased", [False, True])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.attention import AttentionMask, attention
@@ -60,6 +61,7 @@ def results(impl: Any, given: list[Tensor], dtype: torch.dtype, packed: int = 0,
     return [out, *torch.autograd.grad(out, (query, key, value), d_out)]
 
 
+@sampled(3)
 @pytest.mark.parametrize(("shape", "setting", "dtype"), CASES, ids=str)
 def test_no_worse_than_eager(shape: str, setting: str, dtype: torch.dtype) -> None:
     given = [x.to(dtype) for x in tensors(**SHAPES[shape])]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, error
 from tightfit.errors import UserError
 from tightfit.kernels.int8_linear import int8_linear, int8_linear_eager, rounded_rows
@@ -15,6 +16,7 @@ IMPLS: list[Impl] = ["triton", "torch"]
 SHAPES = [(1, 64, 48), (20, 136, 24), (3, 33, 5), (70, 64, 40)]
 
 
+@sampled(3)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
@@ -80,6 +81,7 @@ CASES = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize("terms", CASES, ids=str)
 @pytest.mark.parametrize(
     ("impl", "chunk_bytes"), [("torch", 1), ("torch", 20_000), ("torch", 2**30), ("triton", 20_000)]
@@ -92,6 +94,7 @@ def test_against_float64_autograd(terms: DistillationTerms, impl: str, chunk_byt
         torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-6)
 
 
+@sampled(3)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize(
     ("impl", "dtype"), [("torch", torch.bfloat16), *(("triton", d) for d in DTYPES), ("torch", torch.float16)]

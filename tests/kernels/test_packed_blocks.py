@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.packed_blocks import (
     Blocks,
@@ -45,6 +46,7 @@ def rows_of(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
 
 
+@sampled(3)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16])

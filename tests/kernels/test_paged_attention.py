@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
 
 
+@sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D", "block_size", "splits", "window", "softcap", "has_sinks"),

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.paged_prefill import Rows, paged_prefill, paged_prefill_eager, query_tiles, tile_rows
 
 PIECES = [Rows(2, 1, 0), Rows(3, 37, 0), Rows(40, 5, 19), Rows(45, 33, 64), Rows(78, 16, 16)]
 
 
+@sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D", "block_size", "window", "softcap", "has_sinks"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.packing import pack, pack_tiles
@@ -34,6 +34,7 @@ def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tu
 WAYS = list(product((2, 4, 8), ((32, True), (64, False), (0, True)), DTYPES))
 
 
+@sampled(3)
 @pytest.mark.parametrize(("bits", "grouping", "dtype"), covering(WAYS, pairs=True), ids=str)
 def test_against_expanding(bits: int, grouping: tuple[int, bool], dtype: torch.dtype) -> None:
     group, zeros = grouping

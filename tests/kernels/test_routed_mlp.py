@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.recomputation import result_unwanted
@@ -46,6 +47,7 @@ def test_rows_are_sorted_by_expert_and_found_again(kind: str) -> None:
     assert routing.offsets.tolist() == torch.bincount(experts.flatten().cpu(), minlength=EXPERTS).cumsum(0).tolist()
 
 
+@sampled(2)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize(
     ("dtype", "kind"), [*((dtype, "any") for dtype in DTYPES), (torch.float32, "hot"), (torch.float32, "empty")]
@@ -67,6 +69,7 @@ def kept_pairs(experts: Tensor, capacity: int) -> Tensor:
     return kept
 
 
+@sampled(2)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize(("kind", "capacity"), [("any", 5), ("hot", 3), ("empty", 1), ("any", 1000)])
 def test_experts_take_no_more_than_their_capacity(kind: str, capacity: int, impl: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.spqr_layout import (
     BITS,
@@ -104,6 +105,7 @@ def test_eager_is_the_formula(bits: int) -> None:
     torch.testing.assert_close(expanded_spqr_eager(weight, torch.float64), matrix, rtol=1e-6, atol=1e-6)
 
 
+@sampled(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_expanding(bits: int, dtype: torch.dtype) -> None:

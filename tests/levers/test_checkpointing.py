@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.distributed.training import GEMMA, GPT2, TIED
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
@@ -101,6 +101,7 @@ def ways(kind: str) -> list[Any]:
     return [thorough(kind, name) if name in AGAIN_FROM_THE_HOST else (kind, name) for name in EVERY_FAMILY]
 
 
+@sampled(3)
 @pytest.mark.parametrize(("kind", "name"), [way for kind in SPECS for way in ways(kind)])
 def test_loss_and_gradients_are_bit_identical(kind: str, name: str) -> None:
     """Of dense models in a second step as well, which begins where the first left its buffers."""
@@ -136,6 +137,7 @@ def test_kernels_operators_are_bit_identical(kind: str, name: str) -> None:
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["all", "keep attention", "offload, keep attention", "budget"])
 @pytest.mark.parametrize("kind", ["dense", "gemma"])
 def test_tiled_layers_are_bit_identical(kind: str, name: str) -> None:

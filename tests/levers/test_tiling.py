@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.covering import sampled
 from tests.distributed.training import GEMMA, GPT2, UNEVEN
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
@@ -45,6 +46,7 @@ def made(spec: ModelSpec, tiles: int, every: int = 0, glu: Impl = "auto") -> Dec
     return model
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("tiles", "every"), [(2, 0), (3, 1), (64, 2)])
 def test_loss_and_gradients_are_those_of_whole_layers(name: str, tiles: int, every: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tests.covering import sampled
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -123,6 +124,7 @@ def rehearsal(spec: Any, layout: dict[str, Any], levers: dict[str, Any], precisi
     return trace_training_step(workload, given, Levers.model_validate(levers))
 
 
+@sampled(2)
 @pytest.mark.parametrize(("spec", "layout", "levers", "precision"), CASES)
 def test_a_step_from_cached_results_is_the_step(
     spec: Any, layout: dict[str, Any], levers: dict[str, Any], precision: Any, monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,7 @@ def test_the_quick_view_is_the_ledgers(name: str, layout: dict[str, Any]) -> Non
         assert {phase for phase, _ in ledger.moments()} >= {"init", "forward", "loss", "backward", "optimizer"}
 
 
+@pytest.mark.thorough
 def test_the_quick_view_is_the_fullest_rank_of_any_pipeline() -> None:
     """Whatever is recomputed, however stages are cut and however few micro-batches there are."""
     chance = random.Random(0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering, thorough
+from tests.covering import covering, sampled, thorough
 from tightfit.jobs.adapter import AdapterTraining, FrozenBase
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -52,6 +52,7 @@ def both(
     return found, rehearse(workload, layout, levers)
 
 
+@sampled(3)
 @pytest.mark.parametrize(("model", "settings", "layout", "levers", "precision", "accumulation"), covering(CASES))
 def test_the_peak_is_the_simulations(
     model: str,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import sampled
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -66,6 +67,7 @@ def ledgers(
     return training_ledger(workload, given, chosen, BARE), rehearse(workload, given, chosen, BARE)
 
 
+@sampled(3)
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation"), CASES)
 def test_the_peak_is_the_simulations(
     model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -96,6 +96,7 @@ SLOW = ("tiny-mixtral", "tiny-olmoe", "tiny-qwen2-moe")
 """Routed as others are, and slow in Triton's interpreter."""
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in TINY])
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     """fp16, whose kernels the interpreter runs exactly, so that float32 and 16-bit tensors are told apart."""
@@ -157,6 +158,7 @@ def alive_bytes(spec: ModelSpec, levers: Levers) -> tuple[int, int]:
     return sums[0], sums[1]
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma2"])
 @pytest.mark.parametrize("loss", ["fused", "plain"])
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering, thorough
+from tests.covering import covering, sampled, thorough
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -70,6 +70,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation"), covering(CASES))
 def test_the_peak_is_the_simulations(
     model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int

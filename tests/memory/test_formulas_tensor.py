@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
@@ -47,6 +47,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation", "length"), covering(CASES))
 def test_the_peak_is_the_simulations(
     model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int, length: int

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.memory.test_formulas_layer import LENGTH, ROWS, Saved, decoder
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -42,6 +43,7 @@ def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     assert saved.bytes == sum(kept.bytes for kept in layer_kept(shape, 0))
 
 
+@sampled(2)
 @pytest.mark.parametrize(("model", "length", "levers", "precision"), CASES)
 def test_the_peak_is_the_simulations(model: str, length: int, levers: dict[str, Any], precision: Any) -> None:
     spec = replace(preset(model), layers=3, vocab_size=4096)

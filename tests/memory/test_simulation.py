@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.reports.documentation import ROOT
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.speed import within_turns
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.errors import UserError
@@ -145,6 +145,7 @@ def tensors(moment: PhasePeak) -> dict[Component, int]:
     return {component: held for component, held in by_component(moment).items() if held > 8}
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("layout", "levers", "precision", "phases"),
     [
@@ -176,6 +177,7 @@ def test_a_real_step_holds_what_the_simulated_one_says(
 TWELVE = replace(preset("llama-3.2-1b"), layers=12)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("layout", "levers", "precision"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.models import template_limits
@@ -137,6 +137,7 @@ BETWEEN_PAYMENTS_S = 60
 """The clock is read when something is paid: work that nobody pays for would go on for hours."""
 
 
+@sampled(3)
 @pytest.mark.parametrize(("fuel", "name"), [*product([TENTH], HOSTILE), *(thorough(ALL, name) for name in HOSTILE)])
 def test_no_template_takes_more_than_its_share(fuel: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of its fuel is gone long before the clock ends it, which is there for what fuel does not see."""

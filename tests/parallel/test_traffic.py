@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.distributed.piping import DEEP, Piped
 from tests.distributed.training import CPU, Case, build, micro_batches
 from tests.parallel.fake import fake_group
@@ -61,6 +62,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize("how", SCHEDULES, ids=lambda how: how.get("schedule", "1f1b"))
 def test_a_stage_sends_a_stream_each_way_for_every_micro_batch(how: dict[str, Any]) -> None:
     """All but the first send gradients back, all but the last send on: of K v stages, K v − 1 each."""

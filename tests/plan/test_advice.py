@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.covering import sampled
 from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
@@ -63,6 +64,7 @@ SITUATIONS: list[tuple[str, tuple[str, str, int, int], Callable[[Layout], bool]]
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize(("situation", "asked", "wanted"), SITUATIONS, ids=[row[0] for row in SITUATIONS])
 def test_advice_comes_out_of_the_costs(
     situation: str, asked: tuple[str, str, int, int], wanted: Callable[[Layout], bool]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.plan.questions import planned, question
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import find_accelerator
@@ -77,6 +77,7 @@ def test_every_lever_saves_memory_is_lossy_or_saves_nothing_more() -> None:
     assert set(LOSSLESS) | SAVE_NOTHING_MORE | LOSSY == set(Levers.model_fields)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -108,6 +109,7 @@ def test_pure_bf16_is_offered_with_its_price() -> None:
     assert any(change.to == "--precision pure-bf16 (lossy)" and change.step_s > 0 for change in offered)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("model", "on", "length", "rows", "host"),
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.covering import sampled
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
@@ -54,6 +55,7 @@ def counted(spec: ModelSpec) -> dict[str, int]:
     return counts
 
 
+@sampled(3)
 @pytest.mark.parametrize("family", [*JOINT, *OWN])
 def test_a_layer_is_as_many_operations_as_are_called(family: str) -> None:
     """By two models of which one has two layers more, so that what is outside of layers is not counted."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.covering import sampled
 from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.rules.refusals import refused_by_trainer
@@ -104,6 +105,7 @@ def test_shapes_of_the_model_limit_the_layout() -> None:
         planned("smollm2-135m", "8xH100-80GB", 512, 6, "layout.data=8")
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "pin",
     [

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.covering import sampled
 from tests.plan.questions import planned, question
 from tests.speed import within_turns
 from tightfit.errors import UserError
@@ -41,6 +42,7 @@ def by_trying_everything(asked: Question) -> dict[LayoutKind, float]:
     return best
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "asked",
     [

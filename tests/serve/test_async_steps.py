@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import pair
 from tests.serve.test_families import expected, greedy
 from tightfit.models.decoder import Decoder
@@ -20,6 +21,7 @@ from tightfit.serve.requests.sampling import Sampling
 CONFIG = EngineConfig(max_sequences=4, step_tokens=11, block_size=4, cache_bytes=2**20, async_steps=True)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "qwen3_moe", "gpt2"])
 def test_greedy_answers_are_the_same(name: str) -> None:
     engine = Engine(pair(name).ours, None, CONFIG)

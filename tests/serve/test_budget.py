@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.covering import sampled
 from tests.serve.conftest import SHAPE
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
@@ -39,6 +40,7 @@ def wide() -> Decoder:
     return made.eval()
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import pair
 from tests.serve.test_families import LENGTHS, SMALL, greedy
 from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
@@ -86,6 +87,7 @@ def test_attention_is_within_its_bound_of_the_float32_cache(form: CacheFormat) -
             assert 0 < off <= bound + 1e-5
 
 
+@sampled(2)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
 def test_answers_are_the_same_in_any_company(name: str, form: CacheFormat) -> None:

@@ -8,7 +8,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.models.huggingface.reference import CASES, pair
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
@@ -71,6 +71,7 @@ def greedy(name: str) -> list[Request]:
     return [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts(name))]
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "name", [thorough(name) if name in WRITTEN_OTHERWISE else name for name in CASES if name not in SKIPPED]
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import sampled
 from tests.serve.company import answered_in_company
 from tests.serve.test_adapters import ATTENTION, write_adapter
 from tightfit.memory.formulas.serving import cache_bytes_per_token
@@ -76,6 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_mixture_is_its_parts(
     variant: str, model: Decoder, smaller: Decoder, tokenizer: Tokenizer, adapter: Adapter

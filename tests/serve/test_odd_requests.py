@@ -8,6 +8,7 @@ import pytest
 import torch
 from fastapi.exceptions import RequestValidationError
 
+from tests.covering import sampled
 from tests.serve.running import CONFIG, Running, running
 from tests.serve.test_server import HELLO, TOOL, post
 from tightfit.models.loading import LoadedModel
@@ -254,6 +255,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
     assert "the body" in answer["error"]["message"]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "text",
     [

@@ -61,6 +61,7 @@ def test_families_guess_for_themselves(name: str) -> None:
     assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == expected(name)
 
 
+@pytest.mark.thorough
 def test_the_distribution_is_the_whole_models(deep: Decoder) -> None:
     """The pair of first tokens has the probability that the model alone gives it, within five standard errors."""
     prompt, draws = [9, 8, 7, 9, 8, 7, 9, 8], 600

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.serve import ways
@@ -10,6 +11,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.tokenizer import Tokenizer
 
 
+@pytest.mark.thorough
 def test_guesses_change_nothing(model: Decoder, smaller: Decoder) -> None:
     torch.manual_seed(0)
     deep = Decoder(replace(model.spec, layers=3))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.recipe import recipe_of
@@ -130,6 +131,7 @@ def answers(model: Decoder) -> tuple[list[int], bool]:
     return said, engine.runner.program is not None
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("settings", "is_packed"),
     [
@@ -170,6 +172,7 @@ def storages(model: Decoder) -> list[torch.UntypedStorage]:
     return list({each.data_ptr(): each for each in found}.values())
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("adapter", "precision"),
     [({"rank": 4}, "fp32"), ({"rank": 2, "dropout": 0.2, "bits": 4, "targets": ["q", "down"]}, "bf16")],

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from tests.cli.conftest import Run
+from tests.covering import sampled
 from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
@@ -45,6 +46,7 @@ def test_auto_levers_are_a_job_to_fit() -> None:
     assert not job_of("llama-3.2-1b", 2048, levers={}).fit
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("model", "length", "gib"),
     [

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.distributed.group import PRELOADED
 from tests.train.jobs import checkpoint_files, latest_checkpoint, run_and_die, tiny_job
 from tightfit.errors import UserError
@@ -107,6 +107,7 @@ def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:
     assert second.start.loss == straight.start.loss
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("precision", "levers"),
     [

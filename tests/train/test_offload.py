@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.train.jobs import SMALL_RUN, checkpoint_files, tiny_job
 from tests.train.models import TINY, TINY_ROUTED, assert_trained_alike, ragged_batch, tiny_model
 from tightfit.errors import UserError
@@ -127,6 +127,7 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("offload", "mixture"), covering(list(product(("optimizer", "weights"), MIXTURES)), pairs=True)
 )
@@ -158,6 +159,7 @@ def test_it_is_the_training_that_torch_does() -> None:
     assert_trained_alike(ours, plain.state_dict())
 
 
+@sampled(2)
 @pytest.mark.parametrize("offload", ["optimizer", "weights"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_host_that_updates_differs_by_rounding(offload: str, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def curve(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Any:
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "levers",
     [

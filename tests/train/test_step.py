@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.covering import sampled
 from tests.train.models import TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
@@ -94,6 +95,7 @@ def test_nan_loss_stops_before_the_weights_change() -> None:
     assert torch.equal(before, projection.weight)
 
 
+@sampled(2)
 @pytest.mark.parametrize("l1", [0.0, 1e-3])
 @pytest.mark.parametrize("form", ["fp32", "8bit"])
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])

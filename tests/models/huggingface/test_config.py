@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import CASES, pair
 from tightfit.errors import UserError
 from tightfit.models.huggingface.config import config_from_spec, spec_from_config
@@ -53,6 +54,7 @@ def test_what_transformers_saves_reads_the_same(name: str) -> None:
     assert spec_from_config(as_saved(CASES[name]), "saved") == spec_from_config(CASES[name], "original")
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_we_write_is_the_same_model_to_transformers(name: str) -> None:
     both = pair(name)
