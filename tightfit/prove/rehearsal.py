@@ -137,8 +137,6 @@ def _replay(
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)
     few, more = depths(layers, period)
     direct = layout.pipeline > 1 or layers <= DIRECT_LAYERS or more >= layers
-    # A captured update frees nothing to other steps: its peak is within backward, not at an end that both depths show.
-    direct = direct or (captured and levers.update_in_backward)
     if direct or _differs_by_layer(workload.spec, levers):
         return replay(trace_training_step(workload, layout, levers, overheads, stage))
     shallow, deeper = (
