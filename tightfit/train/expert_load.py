@@ -119,7 +119,7 @@ def routed_layers(model: Decoder) -> Iterator[tuple[int, RoutedMlp]]:
 
 
 def layer_loads(counts: Tensor, dropped: Tensor) -> tuple[LayerLoad, ...]:
-    """The load of each layer from tokens [layers, experts]; layers without tokens (not routed, or not run) have none."""
+    """The load of each layer, from tokens [layers, experts]; none of layers without tokens: not routed, or not run."""
     return tuple(
         LayerLoad(
             layer=layer,

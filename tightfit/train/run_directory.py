@@ -149,7 +149,7 @@ class OpenedRun:
         """Set after the first step: its metrics are kept even if the run fails."""
 
     def begin(self, job: Job, start: Start) -> None:
-        """Make the first write: refuse a directory that changed since `decide`, set the old run aside, write the job."""
+        """The first write: refuse a directory that changed since `decide`, set the old run aside, write the job."""
         if _decision(self.output, start) != self.decision:
             raise UserError(f"{self.output} has changed while this run was being prepared; start it again")
         with _told(self.output):

@@ -1,8 +1,8 @@
 """Python's garbage collector kept short while steps run.
 
 A full collection looks at every object there is: with torch and transformers imported some 400 000, a tenth to a third
-of a second in which nothing is launched. Recomputed layers leave cycles behind, so that it comes every ten steps or so. Objects
-from before the first step are frozen (gc.freeze) and not looked at: full collections then take a few milliseconds.
+of a second in which nothing is launched. Recomputed layers leave cycles behind, so that it comes every ten steps or so.
+Objects from before the first step are frozen (gc.freeze) and skipped: full collections then take a few milliseconds.
 """
 
 import gc
