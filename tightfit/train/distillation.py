@@ -1,7 +1,7 @@
 """Distillation: the loss of a step compares student and teacher in predictions and, optionally, in hidden states.
 
 The teacher runs on a micro-batch before the student does, without gradients, and its final normed hidden states are
-kept; the loss then projects both models' to the vocabulary a chunk of rows at a time (kernels/linear_distillation.py).
+kept; the loss then projects those of both models to logits, a chunk of rows at a time (kernels/linear_distillation.py).
 Weights of a teacher in host memory are copied to the device layer by layer.
 
 Hidden states are compared as squared distances of unit-RMS vectors, of student layers evenly spaced up to its last and

@@ -369,7 +369,7 @@ class _Run:
             return None
         self._release_graph()
         batches = evaluation_batches(p.held_out, rows, rank=self.ranks.rank, world=self.ranks.world)
-        unasked = takewhile(lambda _: not self._asked_to_stop(), batches)  # who stops a run wants a checkpoint soon
+        unasked = takewhile(lambda _: not self._asked_to_stop(), batches)  # a stopped run should save soon
         found = evaluate(p.evaluated, unasked, p.device, self.ranks)
         if self.stopped_by is not None:
             return None

@@ -106,7 +106,8 @@ class _Text:
         wanted = BLOCK_BYTES
         while True:
             try:
-                end = json.JSONDecoder().raw_decode(self.buffer, self.position)[1]  # the value is not kept: it can be large
+                # The value is not kept: it can be large.
+                end = json.JSONDecoder().raw_decode(self.buffer, self.position)[1]
             except (ValueError, RecursionError):
                 end = None
             if end is not None and end < len(self.buffer):

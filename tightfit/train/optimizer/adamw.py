@@ -102,7 +102,7 @@ class MasterAdamW:
         """`device` is where offloaded states are updated; `seed` seeds stochastic rounding.
 
         `keep_gradient_memory` zeroes gradients after every step but the first instead of freeing them: under DDP they
-        are views of its buckets; gradients of `in_no_bucket` (experts, not replicated over these ranks) are freed.
+        are views of its buckets; gradients of `in_no_bucket` (experts, which differ from rank to rank) are freed.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
         another rank's (a tied embedding), which the gradient norm must count once. `module` runs forward where `model`
         itself does not: FSDP2's modules are looked for in it. Parameters `beside` the model's (learned scales) stay

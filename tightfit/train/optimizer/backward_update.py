@@ -199,7 +199,7 @@ class BackwardUpdate:
 
     def _late_factor(self) -> Tensor | None:
         """The factor of all late gradients; all norms are known now. In the first step, where each early gradient was
-        clipped to its 1/√n of clip_norm, the late ones together get the share of their number."""
+        clipped to clip_norm / √n, the m late ones together are clipped to clip_norm · √(m / n)."""
         if not self.clip_norm:
             return self.gate
         first = len(self.early)

@@ -119,7 +119,7 @@ class Offloading:
         if any(matrix.weight_offloaded for matrix in self.matrices.values()):
             self._stream_weights(model, dict(named))
         users = self._gathered_by(named) if self.shards.groups else self._used_by(model)
-        for index, (module, matrices, group) in reversed(list(enumerate(users))):  # so a matrix keeps its first user's
+        for index, (module, matrices, group) in reversed(list(enumerate(users))):  # so the first user's index stays
             for matrix in matrices:
                 matrix.forward_index = index
             module.register_forward_pre_hook(partial(_wait_until_updated, self.link, matrices, group), prepend=True)
