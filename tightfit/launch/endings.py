@@ -1,14 +1,14 @@
 """How the ranks of a run ended, and which of them was the cause.
 
-When one rank ends, those that talk to it fail too, a moment later and with tracebacks of their own: noise. So a rank
-does not print how it failed but leaves it in a folder, with the time, and who started it tells of the cause alone:
+When one rank ends, ranks that communicate with it fail too, a moment later and with tracebacks of their own: noise. So
+a rank does not print its error but writes it to a folder, with the time, and the launcher reports the cause alone:
 
-    1. a rank that was ended by a signal which nobody here sent (killed, a segmentation fault)
+    1. a rank that was ended by a signal which the launcher did not send (killed, a segmentation fault)
     2. a rank that was found stopped (SIGSTOP)
-    3. a rank that refused what the user gave: its sentence, and no restart
-    4. where ranks gave up waiting: the one that did not answer
+    3. a rank that refused the user's input (UserError): its sentence, and no restart
+    4. where ranks timed out: the rank that did not answer
     5. the rank whose own error came first
-None of it depends on which end is seen first.
+The result does not depend on which ending the launcher sees first.
 """
 
 import json
@@ -34,31 +34,32 @@ class Ending:
 
     rank: int
     exit_code: int
-    """A signal's number below zero."""
+    """Negative for a signal: minus its number."""
     was_killed_here: bool = False
-    """Whether it had to be killed because it did not stop when asked."""
+    """Whether the launcher killed the rank, as it did not stop when asked."""
     stopped_s: float = 0.0
-    """For how long it was found stopped (SIGSTOP)."""
+    """Seconds for which the rank was found stopped (SIGSTOP)."""
     refusal: str | None = None
+    """The sentence of its UserError."""
     failure: str | None = None
-    """The traceback of its error."""
+    """The traceback of any other error."""
     at: float = 0.0
-    """When it failed."""
+    """When it failed, in seconds of `time.time`."""
 
     @property
     def has_died(self) -> bool:
-        """Whether something outside ended it."""
+        """Whether a fatal signal that the launcher did not send ended the rank."""
         return -self.exit_code in DEATHS and not self.was_killed_here
 
     @property
     def is_user_s(self) -> bool:
-        """Whether it would end like this again: a mistake in what was given, or too little memory."""
+        """Whether a restart would end in the same way: a mistake in the user's input, or too little memory."""
         return self.refusal is not None or self.exit_code in (REFUSED, OUT_OF_MEMORY)
 
 
 @contextmanager
 def ending_kept(folder: Path, rank: int) -> Iterator[None]:
-    """Inside a rank: what it fails with is left in `folder` and not printed."""
+    """Context around a rank's work: an error is written to `folder` instead of printed, and becomes an exit code."""
     try:
         yield
     except UserError as error:
@@ -80,14 +81,14 @@ def _keep(folder: Path, rank: int, **what: str) -> None:
 def read_ending(
     folder: Path, rank: int, exit_code: int, *, was_killed_here: bool = False, stopped_s: float = 0.0
 ) -> Ending:
-    """What is known of rank `rank`."""
+    """The ending of rank `rank`, with the error it left in `folder`, if any."""
     file = folder / f"rank-{rank}.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return Ending(rank, exit_code, was_killed_here=was_killed_here, stopped_s=stopped_s, **kept)
 
 
 def cause(endings: list[Ending]) -> Ending:
-    """The one that made the others end."""
+    """The ending that caused the others."""
     unasked = [each for each in endings if not each.was_killed_here]
     if dead := [each for each in endings if each.has_died]:
         return min(dead, key=lambda each: each.rank)
@@ -103,19 +104,19 @@ def cause(endings: list[Ending]) -> Ending:
 
 
 def _oddity(ending: Ending) -> tuple[bool, bool, int]:
-    """Sorts those with an exit code of their own first, then those ended by a signal, then those that ended well."""
+    """Sort key: nonzero exit codes first, then signals, then ranks that ended well."""
     return ending.exit_code == 0, ending.exit_code < 0, ending.rank
 
 
 def stop_signal(endings: list[Ending]) -> int | None:
-    """The signal by which somebody asked the ranks themselves to stop, which they all did in good order."""
+    """The stop signal that was sent to the ranks directly, where all of them stopped in good order; else None."""
     codes = {ending.exit_code for ending in endings}
     asked = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     return max(codes) - 128 if len(codes) == 1 and codes <= asked else None
 
 
 def sentence(ending: Ending, safe: str) -> str:
-    """What to tell of the cause; `safe` says what can be resumed from. A refusal stands for itself."""
+    """The error message for the cause; `safe` says what can be resumed from. A refusal is its own message."""
     if ending.refusal is not None:
         return ending.refusal
     if ending.stopped_s:

@@ -1,14 +1,15 @@
 """Starting a job's processes on this machine, and ending with one sentence when one of them dies.
 
-One process per rank, forked from a server that has imported the training loop (launch/forked.py), with the variables
-torchrun would give it. When one dies the others are ended (SIGTERM, and after 30 s SIGKILL), the cause is told
-(launch/endings.py), and all are started again where restarts are allowed and the cause was no mistake of the user's.
-SIGINT, SIGTERM and SIGHUP are passed on: ranks finish their step, save and stop, within the same 30 s. Ranks that wait
-for a dead one in a collective are ended that way or by the collective's own timeout (parallel/mesh.py). torch's elastic
-agent can fork too, but then knows of one failure only, which may be that of a rank that missed the dead one.
+One process per rank, forked from a server that has imported the training loop (launch/forked.py), with the environment
+variables torchrun would set. When one dies the others are ended (SIGTERM, and after 30 s SIGKILL), the cause is
+reported (launch/endings.py), and all are started again where restarts are allowed and the cause was not the user's
+mistake. SIGINT, SIGTERM and SIGHUP are passed on: ranks finish their step, save and stop, within the same 30 s. Ranks
+that wait for a dead one in a collective are ended that way or by the collective's own timeout (parallel/mesh.py).
+torch's elastic agent can fork too, but then reports one failure only, which may be that of a rank that lost the dead
+one.
 
-Ranks meet at a store that nobody outside this machine can reach: torch's has no password, and by itself it would
-listen on every network. Several machines need the line of `torchrun_line` on each of them, or Slurm
+Ranks rendezvous at a TCPStore that other machines cannot reach: torch's store has no password, and by default it
+listens on every network. Several machines need the line of `torchrun_line` on each of them, or Slurm
 (plan/export/launch.py).
 """
 
@@ -39,25 +40,25 @@ from tightfit.train.checkpoints.directory import what_is_safe
 from tightfit.train.precision import choose_device
 
 LOOK_S = 0.2
-"""How often a request to stop is looked for, at least."""
+"""The longest time between two checks for a stop request."""
 LOOPBACK = "127.0.0.1"
 Train = Callable[[list[str]], None]
-"""What a rank calls with the arguments of `tightfit train`."""
+"""The function that a rank calls with the arguments of `tightfit train`."""
 
 
 def torchrun_line(ranks: int, nodes: int, head: str, arguments: list[str]) -> str:
-    """The line to run on each of `nodes` machines, of which `head` is one that all of them reach."""
+    """The command to run on each of `nodes` machines; `head` is one of them that all others can reach."""
     if nodes < 1 or ranks % nodes:
         raise UserError(f"the job's layout has {ranks} ranks, which {nodes} nodes cannot share evenly; change one")
     return f"{torchrun(nodes, ranks // nodes, shlex.quote(head))} {shlex.join(arguments)}"
 
 
 def launch(job: Job, arguments: list[str], start: list[str], restarts: int, train: Train) -> int | None:
-    """`train(ARGUMENTS and START)` on as many processes as the job has ranks; returns when all have ended well.
+    """Call `train` with `arguments` and `start` on as many processes as the job has ranks; returns when all ended well.
 
-    `start` is how the run begins (`--resume`, `--overwrite`, …). Ranks that are started again go on from a checkpoint
-    that this launch has made; until there is one they begin as they did. Asked to stop, it has all of them save and
-    stop, and returns the signal it was asked by.
+    `start` is how the run begins (`--resume`, `--overwrite`, …). Restarted ranks resume from a checkpoint that this
+    launch has made; until there is one they begin as at first. On a stop signal all ranks save and stop, and the
+    signal's number is returned.
     """
     refuse_missing_gpus(job)
     before = _identities(job.output)
@@ -69,7 +70,7 @@ def launch(job: Job, arguments: list[str], start: list[str], restarts: int, trai
 
 
 def refuse_missing_gpus(job: Job) -> None:
-    """A sentence where this machine has fewer GPUs than the job has ranks."""
+    """Refuse a job with more ranks than this machine has GPUs."""
     ranks = job.layout.ranks
     if choose_device(job.device).type == "cuda" and torch.cuda.device_count() < ranks:
         raise UserError(
@@ -79,19 +80,19 @@ def refuse_missing_gpus(job: Job) -> None:
 
 
 def _identities(run: Path) -> set[tuple[str, int, int]]:
-    """The checkpoints of a run, so that one that was written again is another one."""
+    """(name, inode, time of change) of a run's checkpoints: a checkpoint that is written again gets a new identity."""
     return {(path.name, (stat := path.stat()).st_ino, stat.st_mtime_ns) for path in checkpoints_of(run)}
 
 
 def _start(start: list[str], attempt: int, *, has_saved: bool) -> list[str]:
-    """How attempt `attempt` begins."""
+    """The options with which attempt `attempt` begins."""
     if attempt == 0:
         return start
     return ["--resume"] if has_saved else start or ["--resume-auto"]
 
 
 def _train(train: Train, arguments: list[str]) -> None:
-    if torch.cuda._is_in_bad_fork():  # an import of the server's has opened the GPU, which is no use after a fork
+    if torch.cuda._is_in_bad_fork():  # a module that the server imported opened the GPU: unusable after a fork
         os.execv(sys.executable, [sys.executable, "-m", "tightfit", "train", *arguments])
     train(arguments)
 
@@ -99,7 +100,7 @@ def _train(train: Train, arguments: list[str]) -> None:
 def run_processes(
     function: Callable[..., None], arguments: Callable[[int], Sequence[Any]], world: int, restarts: int, run: Path
 ) -> int | None:
-    """Call `function(*arguments(attempt))` once per rank; a rank that fails is named, with what can be resumed from."""
+    """Call `function(*arguments(attempt))` once per rank; errors name the failed rank and the last good checkpoint."""
     with _requests() as asked:
         for attempt in range(restarts + 1):
             endings = _attempt(attempt, function, arguments(attempt), world, asked)
@@ -121,7 +122,7 @@ def run_processes(
 
 @contextmanager
 def _requests() -> Iterator[list[int]]:
-    """The signals that have asked us to stop, while somebody looks."""
+    """Yield a list to which stop signals append their numbers inside the block."""
     asked: list[int] = []
     heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays so
     previous = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in heard}
@@ -135,9 +136,9 @@ def _requests() -> Iterator[list[int]]:
 def _attempt(
     attempt: int, function: Callable[..., None], arguments: Sequence[Any], world: int, asked: list[int]
 ) -> list[Ending]:
-    """All ranks until they have ended, and how each of them did."""
+    """Run all ranks until they have ended; returns how each of them ended."""
     with tempfile.TemporaryDirectory(prefix="tightfit-launch-") as folder:
-        store = loopback_store()  # where they meet; of this attempt
+        store = loopback_store()  # a new one per attempt
         given = (_environment(attempt, world, store.port), folder, function, *arguments)
         stopped = StoppedRanks()
         with Forked(world, _rank, given, TRAINING) as processes:
@@ -162,14 +163,14 @@ def _attempt(
 
 
 def loopback_store() -> TCPStore:
-    """Where ranks of this machine meet, on a port that other machines cannot reach."""
+    """The store at which ranks of this machine rendezvous, on a port that other machines cannot reach."""
     listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _environment(attempt: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun tells its processes, and torch and DeepSpeed read."""
+    """The environment variables that torchrun sets, and torch and DeepSpeed read."""
     numbers = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     numbers |= {"MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": attempt}
     words = {

@@ -1,8 +1,8 @@
-"""For the server that processes are forked from, and for nobody else: what it forks gets the signals it does not.
+"""Imported only by the server that processes are forked from: unblocks stop signals in its forks.
 
-launch/forked.py starts the server with those signals blocked, which forked processes inherit, also those that other
-parts of a program have it fork. It imports this module first, which sees to it that none of them stays deaf; and that
-the garbage collector waits until all is imported (launch/settled.py).
+launch/forked.py starts the server with those signals blocked; all forked processes inherit that, also those that other
+parts of a program fork from it. The server imports this module first, which registers the unblocking, and turns the
+garbage collector off until all modules are imported (launch/settled.py).
 """
 
 import gc

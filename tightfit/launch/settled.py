@@ -1,8 +1,8 @@
-"""For the server that processes are forked from, and for nobody else: the last module that it imports.
+"""Imported only by the server that processes are forked from, as its last module.
 
-What it has imported is set aside from garbage collection. A full collection writes to every object it looks at: in each
-forked process it took 0.4 s of a core to look at torch and the training loop, and copied the pages of it that processes
-share. The collector does nothing while the server imports (launch/reachable.py), as nothing of that is garbage.
+It excludes all imported objects from garbage collection (gc.freeze). A full collection writes to every object it looks
+at: in each forked process it took 0.4 s of a core to look at torch and the training loop, and copied their shared
+pages. The collector is off while the server imports (launch/reachable.py), as imports leave no garbage.
 """
 
 import atexit
@@ -10,4 +10,4 @@ import gc
 
 gc.freeze()
 gc.enable()
-atexit.register(gc.unfreeze)  # of the server: extensions complain of what is left when Python ends
+atexit.register(gc.unfreeze)  # in the server: extensions complain of objects left when Python exits

@@ -1,8 +1,8 @@
-"""Ranks that are stopped (SIGSTOP): alive, silent, and waited for by all others, who would give up after minutes.
+"""Ranks that are stopped (SIGSTOP): alive but silent, while all others wait for them and would time out after minutes.
 
 The kernel knows which processes are stopped (Linux: `T` in /proc/PID/stat), so a stopped rank is named within seconds.
-Where all ranks are stopped somebody has suspended the job, and nothing is wrong. Time counts only while we run
-ourselves: a whole program that was suspended and goes on finds no rank at fault.
+If all ranks are stopped, the job was suspended and nothing is wrong. Time counts only while the launcher itself runs:
+when a whole suspended program goes on, no rank is at fault.
 """
 
 import time
@@ -15,14 +15,14 @@ LONGEST_LOOK_S = 1.0
 
 
 class StoppedRanks:
-    """How long each rank has been found stopped, without a break, while others were not."""
+    """Seconds for which each rank has been found stopped, without a break, while other ranks ran."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
         self._looked_at = time.monotonic()
 
     def look(self, pids: Mapping[int, int]) -> int | None:
-        """Look at the running processes, by rank; the one that has been stopped for too long."""
+        """Check the running processes (rank → process id); returns a rank that has been stopped for too long."""
         now = time.monotonic()
         elapsed, self._looked_at = min(now - self._looked_at, LONGEST_LOOK_S), now
         stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
@@ -33,7 +33,7 @@ class StoppedRanks:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel says so; False where it cannot be asked."""
+    """Whether the process is stopped, by /proc; False where that cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -1,9 +1,9 @@
-"""Processes of this machine that run one function together, for work that torchrun was not asked to start.
+"""Processes of this machine that run one function as a process group, without torchrun.
 
-One process per GPU where there are enough of them, else processes on the CPU that talk over gloo. They meet through a
-file of their own, so nothing else on the machine can be in the way. The first one's answer comes back; the first
-failure ends all of them. On the CPU they are forked (launch/forked.py); with GPUs each imports for itself, as a
-program that calls this may have had its server import something that opened one.
+One process per GPU where there are enough GPUs, else CPU processes over gloo. They rendezvous through a file of their
+own, so no other program can interfere. The result of rank 0 is returned; the first failure ends all processes. CPU
+processes are forked (launch/forked.py); with GPUs they are spawned, as the calling program's server may have imported
+a module that opened a GPU.
 """
 
 import os
@@ -26,9 +26,9 @@ from tightfit.launch.stopped import StoppedRanks
 from tightfit.parallel.mesh import BACKENDS, TIMEOUT
 
 LOOK_S = 1.0
-"""How often a process that was stopped is looked for."""
+"""Time between two checks for a stopped process."""
 KNOWN_S = 2.0
-"""How much later than the failures it causes the death of a process may be known."""
+"""How long after the failures it causes the death of a process may become known."""
 ANSWER, MEETING, REFUSAL, FAILURE = "answer", "meeting", "refusal", "failure"
 
 
@@ -39,14 +39,14 @@ def run_together(
     modules: Sequence[str] = (),
     limit_s: float = float("inf"),
 ) -> Any:
-    """What `function(device, *arguments)` returns on the first of `world` new processes of one group.
+    """The result of `function(device, *arguments)` on rank 0 of `world` new processes of one group.
 
-    `modules` are imported before the processes are forked, and that of the function with them. Processes that take
-    longer than `limit_s` are ended.
+    `modules` and the function's own are imported before the processes are forked. Processes that take longer than
+    `limit_s` are ended.
     """
     until_s = time.monotonic() + limit_s
     kind = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
-    imported = [name for name in (function.__module__, *modules) if name != "__main__"]  # each looks at a script itself
+    imported = [name for name in (function.__module__, *modules) if name != "__main__"]  # each process runs a script
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         given = (world, kind, folder, function, arguments)
         with Forked(world, _run, given, imported, fresh=kind == "cuda") as processes:
@@ -64,10 +64,10 @@ def run_together(
 
 
 def _failure(folder: Path, world: int, failures: dict[int, int]) -> Exception:
-    """What to tell of processes that failed: what one of them refused, the traceback of one, or how it was ended."""
+    """The error to raise for failed processes: a rank's UserError, a rank's traceback, or the signal that ended one."""
     if (refusal := folder / REFUSAL).is_file():
         return UserError(refusal.read_text(encoding="utf-8"))
-    rank, code = min(failures.items(), key=lambda item: item[1])  # one ended by a signal, before those that miss it
+    rank, code = min(failures.items(), key=lambda item: item[1])  # signals first: other failures follow from them
     if code == 1 and (failure := folder / FAILURE).is_file():
         return RuntimeError(failure.read_text(encoding="utf-8"))
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -77,7 +77,7 @@ def _failure(folder: Path, world: int, failures: dict[int, int]) -> Exception:
 
 
 def share_threads(world: int) -> None:
-    """Threads of this process, one of `world` on the machine, where nobody has said how many it has."""
+    """Give this process, one of `world` on the machine, its share of threads, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
 

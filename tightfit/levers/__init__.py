@@ -1,1 +1,1 @@
-"""What makes one GPU hold more, applied to a decoder from outside."""
+"""Levers lower the memory that a model takes on one GPU; they are applied to a decoder from outside."""

@@ -3,13 +3,13 @@
     y = W x + s · B (A x)        u = A x
     dx = Wᵀ dy + s · Aᵀ Bᵀ dy        dB = s · dy uᵀ        dA = s · (Bᵀ dy) xᵀ
 
-One autograd function for both kinds of W: it keeps x (which q, k and v, or gate and up, share) and u, and no copy of W.
-A compressed W is expanded for its product and again in backward, one matrix at a time, and never has a gradient. What
-an adapter adds goes into the product's own memory. Layers without an adapter keep nothing at all: their input has no
-use in backward. Where inputs are dropped (for A alone, as in PEFT), a byte each says which.
+One autograd function for plain and compressed W: it saves x (which q, k and v, or gate and up, share) and u, and no
+copy of W. A compressed W is dequantized for its product and again in backward, one matrix at a time, and never has a
+gradient. The adapter's product is added in place to W x. Layers without an adapter save nothing: backward does not need
+their input. Dropout (on the input of A alone, as in PEFT) saves a mask of one byte an element.
 
 Applied from outside by replacing `forward`; A and B are parameters of the layer, `lora_a` and `lora_b`, beside a weight
-that needs no gradient. So tiles, checkpoints, DDP and the optimizer find them as they find any parameter.
+that needs no gradient. So tiles, checkpoints, DDP and the optimizer treat them like any parameter.
 """
 
 import math
@@ -30,7 +30,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 
 A, B = "lora_a", "lora_b"
 ADAPTED = "adapted"
-"""Attribute of a decoder with what memory formulas have to know of its adapters."""
+"""Attribute of a decoder that describes its adapters to the memory formulas."""
 FrozenLayer = nn.Linear | QuantizedLinear
 Matrices = dict[str, tuple[Tensor, Tensor]]
 """A and B by the name of their layer."""
@@ -38,13 +38,13 @@ Matrices = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """The forward of a frozen layer, with what its adapter adds where it has one."""
+    """The forward of a frozen layer, plus its adapter's product if it has one."""
 
     layer: FrozenLayer
     scale: float
     dropout: float
     ends_layer: bool
-    """Whether it is the last product of a decoder layer, whose result recomputation may skip."""
+    """Whether this is the last product of a decoder layer, which recomputation may skip."""
 
     def __call__(self, x: Tensor) -> Tensor:
         a, b = (self.layer._parameters.get(name) for name in (A, B))
@@ -53,14 +53,14 @@ class AdaptedLinear:
         return y
 
     def product(self, x: Tensor) -> Tensor:
-        """W x with its bias, in memory of its own."""
+        """W x plus bias, in a new tensor."""
         if self.ends_layer and not is_result_wanted():
             return placeholder(x, self.layer.out_features)
         y: Tensor = cast(Any, type(self.layer)).forward(self.layer, x)
         return y
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """W."""
+        """W, dequantized to `dtype` if it is compressed."""
         return self.layer.weight if isinstance(self.layer, nn.Linear) else self.layer.expand(dtype)
 
 
@@ -101,12 +101,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _dropped(x: Tensor, kept: Tensor | None, dropout: float) -> Tensor:
-    """x where it is kept, made larger for what is not."""
+    """Dropout: x · kept / (1 − dropout); x itself without a mask."""
     return x if kept is None else (x * kept).mul_(1 / (1 - dropout))
 
 
 def attach(model: Decoder, settings: AdapterTraining, dtype: torch.dtype) -> None:
-    """Freeze `model` and give its layers adapters of `dtype`, as yet without values."""
+    """Freeze `model` and give its layers uninitialised adapters of `dtype`."""
     assert settings.rank is not None
     if not isinstance(model.head, nn.Linear):
         raise UserError("adapter.rank needs the output projection as it is, but the model's is compressed; leave it so")
@@ -131,7 +131,7 @@ def frozen_linears(model: Decoder) -> Iterator[tuple[str, FrozenLayer]]:
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int) -> None:
-    """A as torch's linear layers begin, B zero: a model with new adapters is the model. Alike on every device."""
+    """Initialise A like torch's linear layers, B with zero: new adapters change nothing. The same on every device."""
     generator = torch.Generator().manual_seed(seed)
     for a, b in adapters(model).values():
         bound = 1 / math.sqrt(a.shape[1])  # kaiming_uniform_ with a = √5

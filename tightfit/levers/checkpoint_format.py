@@ -1,4 +1,4 @@
-"""How an offloaded layer input is stored on the host: as it is, or (lossy) in fp8.
+"""How an offloaded layer input is stored on the host: unchanged, or (lossy) in fp8.
 
 fp8 is float8_e4m3fn with a scale per row (its largest magnitude maps to 448). Three mantissa bits: an element is off by
 up to 1/16 of itself. It takes half of bf16's host memory and link traffic. The layer is then recomputed from a slightly

@@ -1,13 +1,13 @@
 """Selective activation checkpointing: results of chosen operations are saved in forward and not recomputed.
 
-In forward a dispatch mode records what attention (with its logsumexp and random state) or matrix products return;
+In forward a dispatch mode records the results of attention (with its logsumexp and random state) or matrix products;
 during recomputation another mode replays these results in the same order instead of computing them. Autograd sits above
-both modes and sees what it always sees, so gradients are bit for bit those of full recomputation.
+both modes and sees the same operations as without them, so gradients are bit for bit those of full recomputation.
 
-Torch's selective checkpoint contexts work the same way, except for one thing: products are neither saved nor recomputed
-where only the layer's output depends on them (kernels/recomputation.py). Torch's policy decides about one
-operation at a time and cannot tell. A dispatch mode costs about ten microseconds of host time per operation, which long
-sequences hide; where nothing is saved no mode is used.
+Torch's selective checkpoint contexts work the same way, except for one thing: here, products are neither saved nor
+recomputed where only the layer's output depends on them (kernels/recomputation.py). Torch's policy decides about one
+operation at a time and cannot know that. A dispatch mode costs about ten microseconds of host time per operation, which
+long sequences hide; where nothing is saved no mode is used.
 
 Limits: attention made of several operations (eager, FlexAttention) is recomputed; matrix products are those of linear
 layers. Results are replayed once: a second backward pass through the same graph recomputes them.
@@ -49,13 +49,13 @@ Results = deque[tuple[Any, Any]]
 
 
 class _RecordResults(TorchDispatchMode):
-    """Records the results of the named operations, but of those that recomputation leaves out where it `skips` some."""
+    """Records the results of the named operations; with `skips`, except those that recomputation skips."""
 
     def __init__(self, names: frozenset[str], results: Results, *, skips: bool) -> None:
         super().__init__()
         self.names, self.results, self.skips = names, results, skips
         self.ends_skipped = False
-        """Whether the last of them was left out."""
+        """Whether the last named operation was not recorded, as recomputation skips it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -82,7 +82,7 @@ class _ReplayResults(TorchDispatchMode):
 
 
 def _detached(result: Any) -> Any:
-    """Aliases outside autograd's graph."""
+    """The result's tensors, detached from autograd's graph (no copies)."""
     if isinstance(result, Tensor):
         return result.detach()
     return type(result)(_detached(part) for part in result) if isinstance(result, (tuple, list)) else result
@@ -113,7 +113,7 @@ class SelectiveCheckpoint:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record results, except those of products that recomputation skips, and of a plain last one."""
+        """Record results, except those of products that recomputation skips, including a plain matmul at the end."""
         assert self.names is not None
         with _RecordResults(self.names, self.results, skips=self.skips_last) as recorder:
             yield

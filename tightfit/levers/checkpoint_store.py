@@ -4,14 +4,14 @@ To the host: a layer's input is copied on a side stream while the layer runs. Th
 layer begins (the compute stream waits for the copy, which has usually long ended), so only one input is on the GPU.
 
 Back: while a layer is recomputed, the input of the layer below is prefetched. Its GPU memory comes from the compute
-stream's allocator: the side stream waits for all work queued before, which makes that memory free, and the compute
-stream waits for the copy. Every step asks for the same sizes and gets the same blocks, so nothing is reserved during
-forward, as a fixed pair of buffers would be.
+stream's allocator: the side stream waits for all work queued before, after which that memory is free, and the compute
+stream waits for the copy. Every step allocates the same sizes and gets the same blocks; unlike a fixed pair of buffers,
+they take no memory during forward.
 
 The first layers' inputs are offloaded, as they are kept longest; the last one stays, as backward begins with it. Host
-buffers are allocated once and reused; before the first, free host memory is compared with what all will need. In a
-pipeline several micro-batches wait there at once; each forward pass of a stage has its own chain of prefetches.
-On CPUs there are no streams; the order is the same.
+buffers are allocated once and reused; before the first, free host memory is compared with the size of all. In a
+pipeline the inputs of several micro-batches are on the host at once; each forward pass of a stage has its own chain of
+prefetches. On CPUs there are no streams; the order is the same.
 """
 
 import weakref
@@ -43,11 +43,11 @@ class KeptInput:
         return self.x.detach().requires_grad_(self.requires_grad)
 
     def prefetch(self) -> None:
-        """Nothing to do: it is on the GPU."""
+        """Nothing to do: the input is on the GPU."""
 
 
 class InputOnGpu(KeptInput):
-    """An input kept on the GPU while earlier layers' are on the host."""
+    """An input kept on the GPU while those of earlier layers are on the host."""
 
     def __init__(self, x: Tensor, previous: "KeptInput | None") -> None:
         super().__init__(x)
@@ -72,7 +72,7 @@ class InputOnHost(KeptInput):
         """The event of the copy to the GPU."""
 
     def prefetch(self) -> None:
-        """Start copying it to the GPU."""
+        """Start copying the input to the GPU, once."""
         if self.on_gpu is None:
             self.on_gpu, self.copied = self.store.copy_to_gpu(self.parts, self.device)
 
@@ -108,9 +108,9 @@ class HostStore:
         self._latest: weakref.ref[KeptInput] | None = None
 
     def keep(self, x: Tensor, index: int, count: int, *, follows: bool) -> KeptInput:
-        """Keep x, the input of recomputed layer `index` of the `count` of this rank.
+        """Keep x, the input of recomputed layer `index` of this rank's `count`.
 
-        `follows`: the input kept before is that of the layer below, of the same forward pass.
+        `follows`: the last input kept is that of the layer below in the same forward pass.
         """
         self._free_sent()
         previous = self._latest() if self._latest is not None and follows else None
@@ -147,7 +147,7 @@ class HostStore:
         return on_gpu, side.record_event()
 
     def recycle(self, parts: Parts) -> None:
-        """Return host buffers for reuse. One stream reads and writes them, so pending reads come first."""
+        """Take host buffers back for reuse. One stream reads and writes them, so new writes follow pending reads."""
         self.free.setdefault(_kind(parts), []).append(parts)
 
     def _free_sent(self) -> None:

@@ -42,8 +42,8 @@ def checkpoint_layers(model: Decoder, levers: Levers, layout: Layout = ALONE) ->
 
 @dataclass(frozen=True)
 class KeptLevels:
-    """What each layer saves, for each the number of recomputed layers before it, and whether any of those is in the
-    same span of consecutive layers (a stage of a pipeline)."""
+    """For each layer of this rank: the level it saves, the number of recomputed layers before it, and whether any of
+    them is in the same span of consecutive layers (a stage of a pipeline)."""
 
     levels: tuple[KeepLevel, ...]
     before: tuple[int, ...]
@@ -51,7 +51,7 @@ class KeptLevels:
 
     @property
     def count(self) -> int:
-        """Recomputed layers."""
+        """Number of recomputed layers."""
         return self.before[-1] + (self.levels[-1] != "everything")
 
 
@@ -76,7 +76,7 @@ class Checkpointing:
         return KeptLevels(levels, before, tuple(before[i] > before[self.span_starts[i]] for i in range(len(levels))))
 
     def run(self, index: int, forward: Forward, x: Tensor, *ctx: Any) -> tuple[Tensor, Tensor | None]:
-        """Layer `index`, whose own forward is `forward`."""
+        """Run layer `index`, whose own forward is `forward`, checkpointed at its level."""
         kept = self.kept_levels(*x.shape[:2], x.element_size())
         level = kept.levels[index]
         if level == "everything" or not torch.is_grad_enabled():
@@ -89,11 +89,11 @@ class Checkpointing:
         def compute(_: Tensor) -> tuple[Tensor, Tensor | None]:
             return forward(first_pass.pop() if first_pass else kept_input.fetch(), *ctx)
 
-        # An MoE layer's last product is not its output, and Gemma norms it: both need its result again.
+        # An MoE layer's last product is not its output, and Gemma norms it: backward of both needs its result.
         skips_last = not needs_last_product(self.spec, self.layer_numbers[index])
         selective = SelectiveCheckpoint(level, skips_last=skips_last)
-        # The input is no argument, which torch would keep alive; the empty tensor says whose random state to save.
-        # A graph is captured only of steps that draw no numbers, and the random state cannot be read meanwhile.
+        # Torch would keep an argument alive, so the input is none; the empty tensor names the device whose RNG to save.
+        # Captured steps draw no random numbers, and the RNG state cannot be read during a capture.
         draws = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
         output = checkpoint(
             compute, x.new_empty(0), use_reentrant=False, context_fn=selective.contexts, preserve_rng_state=draws
@@ -103,7 +103,7 @@ class Checkpointing:
 
 
 def _span_starts(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """For each layer of a rank the index of the first one of its span: layers of a model that follow each other."""
+    """For each layer of a rank, the index of the first layer of its span of consecutive layers."""
     starts: list[int] = []
     for index, number in enumerate(numbers):
         begins = index == 0 or number != numbers[index - 1] + 1

@@ -1,15 +1,16 @@
-"""Linear layers that compute with their weights as codes will hold them, while the weights themselves are trained.
+"""Fake quantization (quantization-aware training): linear layers compute with quantized weights ŵ, and train w.
 
     ŵ = S · (clamp(round(w / S) + Z) − Z)        ∂L/∂w = ∂L/∂ŵ where w is in range        (straight-through)
     ∂ŵ/∂S = round(w / S) − w / S in range, else the end of the range                        (LSQ, Esser et al. 2019)
 
-`minmax` scales are those of the weights at hand, so nothing saturates. Learned ones begin at the range of least squared
-error and are kept as logarithms: Adam then changes all of them by the same share of their size. They belong to training
-alone: the model's files and names stay as they are, and the optimizer keeps them. One bit: S · sign(w), S the mean |w|
-(Rastegari et al. 2016) or learned. Scales are float16 as in files, so what is evaluated is what is written.
+`minmax` scales are those of the current weights, so nothing saturates. Learned scales begin at the range of least
+squared error and are kept as logarithms: Adam then changes all of them by the same share of their size. They belong to
+training alone: the model's files and names stay as they are, and the optimizer saves them. One bit: S · sign(w), S the
+mean |w| (Rastegari et al. 2016) or learned. Scales are rounded to float16 as in files, so the model that is evaluated
+is the model that is written.
 
-Applied from outside by replacing `forward`. ŵ is there from forward until the layer's backward is done. Under ZeRO
-every rank rounds the weights it has gathered; learned scales are whole on all, and their gradients summed over all.
+Applied from outside by replacing `forward`. ŵ exists from forward until the layer's backward is done. Under ZeRO every
+rank quantizes the weights it has all-gathered; learned scales are replicated, and their gradients all-reduced.
 """
 
 from collections.abc import Iterator
@@ -29,11 +30,11 @@ from tightfit.models.quantized.rounding import SMALLEST_SCALE, StoredScales, rou
 from tightfit.models.quantized.scheme import Scheme
 
 SCALE_PREFIX = "quantizer."
-"""How names of learned scales begin; no parameter of a model is called so."""
+"""Prefix of the names of learned scales; no parameter of a model has it."""
 
 
 def trained_scheme(settings: Quantize) -> Scheme:
-    """How weights are coded in the end."""
+    """The scheme in which the trained weights will be written."""
     assert settings.bits is not None
     if settings.bits == 1:
         return Scheme(kind="binary", bits=1, group=settings.group)
@@ -42,7 +43,7 @@ def trained_scheme(settings: Quantize) -> Scheme:
 
 
 class _Round(torch.autograd.Function):
-    """ŵ of a matrix, given scales and zero points [outputs, groups]; keeps the weight itself, and no copy."""
+    """ŵ of a matrix, given scales and zero points [outputs, groups]; saves the weight itself, not a copy."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
@@ -70,7 +71,7 @@ class _Round(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class RoundedLinear:
-    """A linear layer's forward with rounded weights; `log_scale` where scales are learned."""
+    """A linear layer's forward with fake-quantized weights; `log_scale` where scales are learned."""
 
     linear: nn.Linear
     scheme: Scheme
@@ -86,7 +87,7 @@ class RoundedLinear:
         return y + (rounded_activations(y, "int8") - y).detach()
 
     def grid(self) -> Grid:
-        """Scales and zero points as they are now."""
+        """The current scales and zero points."""
         if self.log_scale is None:
             return fit_grid(self.linear.weight.detach().float(), self.scheme)
         # LSQ's factor keeps the gradients of scales, each a sum over a group, as large as those of weights
@@ -98,12 +99,12 @@ class RoundedLinear:
 
     @torch.no_grad()
     def coded(self) -> CodedWeight:
-        """The codes of the weight as it is now."""
+        """The current weight as codes."""
         return self.grid().code(self.linear.weight.detach().float())
 
 
 def round_weights(model: Decoder, settings: Quantize) -> dict[str, nn.Parameter]:
-    """Make the layers of a filled decoder compute with rounded weights; the learned scales by name."""
+    """Make the layers of a decoder, whose weights are filled, compute with ŵ; returns the learned scales by name."""
     if settings.bits is None:
         return {}
     scheme, learned = trained_scheme(settings), dict[str, nn.Parameter]()
@@ -118,7 +119,7 @@ def round_weights(model: Decoder, settings: Quantize) -> dict[str, nn.Parameter]
 
 
 def whole_linears(model: Decoder) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear layer of attention and MLPs while its weight is whole: ZeRO's ranks gather one layer at a time."""
+    """Yield every linear layer of attention and MLPs, its weight unsharded: under ZeRO one decoder layer at a time."""
     for index, layer in model.layers._modules.items():
         sharded = cast(Any, layer) if hasattr(layer, "unshard") else None
         if sharded is not None:
@@ -131,7 +132,7 @@ def whole_linears(model: Decoder) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def coded_weights(model: Decoder) -> dict[str, CodedWeight]:
-    """The codes of every rounded layer's weight, by the weight's name; all of ZeRO's ranks ask together."""
+    """The codes of every fake-quantized weight, by the weight's name; all ZeRO ranks call this together."""
     found: dict[str, CodedWeight] = {}
     for name, linear in whole_linears(model):
         if isinstance(forward := vars(linear).get("forward"), RoundedLinear):

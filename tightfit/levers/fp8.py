@@ -9,7 +9,7 @@ Embedding, output projection, norms, attention itself, routers and MoE experts a
 | fp8-tensor | 8 bits, one scale per tensor | 8 bits | 1 byte a number |
 | fp8-row | 8 bits, a scale per row | bf16 | 2 bytes, as natively |
 
-Source: Micikevicius et al. 2022 for the formats; per-tensor scales are of the tensor at hand, not of earlier steps.
+Source: Micikevicius et al. 2022 for the formats; per-tensor scales are of the current tensor, not of earlier steps.
 On CPUs the same codes are multiplied in float32: the numerics of fp8, slower than without it.
 """
 
@@ -60,7 +60,7 @@ class Fp8Mlp:
 def use_fp8(model: Decoder, matmul: Literal["native", "fp8-tensor", "fp8-row"], *, keep_codes: bool) -> None:
     """Make the decoder's layers multiply as `matmul` says.
 
-    `keep_codes` keeps a weight's codes from forward to backward, which is right where only optimizer steps change it.
+    `keep_codes` keeps a weight's codes from forward to backward, which is valid where only the optimizer changes it.
     """
     if matmul == "native":
         return

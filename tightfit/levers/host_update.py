@@ -1,8 +1,9 @@
-"""AdamW updates made by the host's cores: gradients out, torch's fused CPU AdamW beside backward, 16-bit weights back.
+"""AdamW updates on the host's cores: gradients go to the host, 16-bit weights come back, while backward runs.
 
-A weight then costs 4 + 2 bytes of link traffic where its states would cost 24, but 28 bytes of host memory bandwidth,
-which the link uses too. Which is faster depends on the machine: `faster_route` measures both. Masters and moments must
-be float32, as torch's CPU kernel takes nothing else; rounding differs from the GPU kernels in the last bits.
+The update is torch's fused CPU AdamW. A weight then costs 4 + 2 bytes of link traffic where its states would cost 24,
+but 28 bytes of host memory bandwidth, which the link uses too. Which is faster depends on the machine: `faster_route`
+measures both. Masters and moments must be float32, as torch's CPU kernel takes nothing else; rounding differs from the
+GPU kernels in the last bits.
 
 One thread does all updates in order, with two staging buffers: one receives a gradient while the other is used for an
 update. Without a GPU the update runs at once, in the caller's thread.
@@ -40,7 +41,7 @@ class HostWork:
     rows_per_piece: int
 
     def pieces(self) -> Iterator[slice]:
-        """Rows updated at a time."""
+        """Row ranges that are updated one after another."""
         for begin in range(0, self.gradient.shape[0], self.rows_per_piece):
             yield slice(begin, min(begin + self.rows_per_piece, self.gradient.shape[0]))
 
@@ -48,10 +49,10 @@ class HostWork:
 @dataclass
 class _StagingBuffers:
     gradient_on_gpu: Tensor
-    """The gradient cast to float32, before it is copied."""
+    """The gradient cast to float32, before its copy to the host."""
     gradient: Tensor
     weight: Tensor
-    """The updated weight in the model's dtype, before it is copied."""
+    """The updated weight in the model's dtype, before its copy to the GPU."""
     gradient_arrived: StreamEvent = None
     weight_returned: StreamEvent = None
 
@@ -65,7 +66,8 @@ class HostUpdates:
         self.thread = ThreadPoolExecutor(1, "host updates") if device.type == "cuda" else None
 
     def submit(self, work: HostWork) -> "Future[StreamEvent]":
-        """Starts when the current stream has computed the gradient; results in the event of the weight's return."""
+        """Queue an update, which starts when the current stream has computed the gradient. The future's result is the
+        event after which the new weight is on the GPU."""
         self.outbound.wait_for_current_stream()
         if self.thread is not None:
             return self.thread.submit(self._update, work)
@@ -125,7 +127,7 @@ def fused_adamw(weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, numbers:
 
 
 def faster_route(device: torch.device) -> tuple[Route, dict[Route, float]]:
-    """Whether the GPU or the host updates offloaded states faster on this machine, and both rates in weights a second.
+    """Which of GPU and host updates offloaded states faster on this machine, and both rates in weights a second.
 
     The host's rate is measured while the link is busy, as both share the host's memory bandwidth.
     """

@@ -17,12 +17,12 @@ from tightfit.levers.policy.offload import deferred_bytes, offloads_states, offl
 
 LAYERS = "layers."
 HOST = torch.device("cpu")
-"""Where a model to be offloaded gets its values: its float32 weights never are on the GPU together."""
+"""Where a model with offloaded states is filled: its float32 weights are never all on the GPU at once."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What of one parameter is in host memory, and whether its update is deferred."""
+    """Whether one parameter's states and weight are in host memory, and its update is deferred."""
 
     states_offloaded: bool = False
     weight_offloaded: bool = False
@@ -33,7 +33,7 @@ ON_GPU = Placement()
 
 
 def filled_on(levers: Levers, device: torch.device) -> torch.device:
-    """Where a model for `device` gets its values."""
+    """The device on which a model for `device` is loaded or initialised."""
     return HOST if offloads_states(levers) else device
 
 

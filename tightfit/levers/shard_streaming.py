@@ -8,8 +8,8 @@ one of two buffers, as layers are in weight_streaming.py, and the buffer is fill
     compute           layer 1                 layer 2 …
 
 Layers need not be recomputed, as FSDP2 gathers them again for backward (ZeRO-3) or keeps what it gathered (ZeRO-1, 2).
-On the GPU are then two groups' shards instead of all: 2 bytes / N of every weight less, which is what is left of
-weights under ZeRO-3 with states on the host. DeepSpeed calls it ZeRO-Infinity (Rajbhandari et al. 2021).
+The GPU then holds the shards of two groups instead of all: it saves the 2 bytes / N a weight that ZeRO-3 with states on
+the host still keeps. DeepSpeed calls it ZeRO-Infinity (Rajbhandari et al. 2021).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +29,16 @@ class GatheredGroup(Protocol):
     """Parameters that are all-gathered together."""
 
     def padded_elements(self, parameter: nn.Parameter) -> int:
-        """Elements of a shard as it is all-gathered, padded to the longest of all ranks."""
+        """Elements of a shard as all-gathered: padded to the longest shard of all ranks."""
 
     def bind(self, parameter: nn.Parameter, memory: Tensor) -> None:
-        """Gather a parameter from `memory` from now on."""
+        """Make `memory` the input of the parameter's all-gathers from now on."""
 
     def gather_after(self, event: StreamEvent) -> None:
         """The next all-gather begins after `event`."""
 
     def around_gather(self, begin: Callable[[], None], done: Callable[[], None]) -> None:
-        """Call `begin` before each all-gather, and `done` when the current stream has waited for it."""
+        """Call `begin` before each all-gather, and `done` after the current stream waits for it."""
 
 
 class ShardStream(WeightStream):
@@ -51,7 +51,7 @@ class ShardStream(WeightStream):
         dtype: torch.dtype,
         link: StateLink,
     ) -> None:
-        """The parameters that are streamed of each group, in forward order."""
+        """`streamed` has the streamed parameters of each of `groups`; both are in forward order."""
         self.groups = groups
         self.group_of = {id(each.parameter): group for group, own in zip(groups, streamed, strict=True) for each in own}
         super().__init__(streamed, dtype, link)
@@ -68,7 +68,7 @@ class ShardStream(WeightStream):
         self._load(index)
         loaded = self.buffers[index % WEIGHT_SLOTS].loaded
         self.groups[index].gather_after(loaded)
-        current_stream_waits_for(loaded)  # which gathers a group of one rank
+        current_stream_waits_for(loaded)  # a group of one rank is gathered on this stream
 
     def _done(self, index: int) -> None:
         self.buffers[index % WEIGHT_SLOTS].gathered = record_current_stream(self.link.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tightfit.kernels.mapped_copy import fetched
 
 StreamEvent = torch.cuda.Event | None
-"""A recorded point of a stream; None on CPUs."""
+"""A recorded CUDA event; None on CPUs."""
 
 
 class SideStream:
@@ -38,7 +38,7 @@ class SideStream:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def record_event(self) -> StreamEvent:
-        """The end of the work queued on this stream so far."""
+        """An event at the end of the work queued on this stream so far."""
         return None if self.stream is None else self.stream.record_event()
 
     def wait_for(self, event: StreamEvent) -> None:
@@ -54,22 +54,23 @@ def current_stream_waits_for(event: StreamEvent) -> None:
 
 
 def record_current_stream(device: torch.device) -> StreamEvent:
-    """The end of the work queued on the current stream so far."""
+    """An event at the end of the work queued on the current stream so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class HostCopy:
-    """Values on their way to the host: reading them waits for the copy, not for what was launched after it."""
+    """Values being copied to the host: `read` waits for the copy, not for work launched after it."""
 
     def __init__(self, values: Tensor, *, beside_link: bool = False) -> None:
-        """`beside_link`: states may be queued for the copy engine, so a kernel copies (kernels/mapped_copy.py)."""
+        """`beside_link`: copies of states may be queued on the copy engine, so a kernel copies the values instead
+        (kernels/mapped_copy.py)."""
         self._values, self._copied = values, None
         if values.is_cuda:
             self._values = fetched(values) if beside_link else _fetched_by_engine(values)
             self._copied = record_current_stream(values.device)
 
     def read(self) -> Any:
-        """The values, once they are there."""
+        """The values as a list; blocks until they have arrived."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.tolist()

@@ -3,7 +3,7 @@
 Twelve bytes a weight travel in each direction at once (float32 master and two moments). The GPU does the arithmetic, so
 results are bit for bit those of states that stay on the GPU, and the host's cores stay free. (Where the host is faster
 than its link, it can update float32 states itself: host_update.py.) Copies in, updates and copies out have a stream
-each and take turns in a ring of GPU staging buffers:
+each and share a ring of GPU staging buffers:
 
     in      piece 3  piece 4 …         waits for a free buffer
     update     piece 2  piece 3 …      waits for the copy in, and for the gradient
@@ -12,11 +12,12 @@ each and take turns in a ring of GPU staging buffers:
 The host never blocks. The compute stream waits for an update where the weight is used next, in the following forward
 pass, or earlier where more than `IN_FLIGHT_BYTES` of gradients would wait for the link.
 
-Backward produces the last layers' gradients first, and forward uses their weights last. So some of these updates (all
-of them without updates inside backward) are deferred until backward is over, and the link stays busy through the next
-forward pass. Deferred updates are sent in forward order. The few beside updates inside backward are all sent when that
-is over, while the link is busy with the embedding, which forward needs first. A whole model's are sent a little ahead
-of need: queueing all their pieces at once would take the host longer than a layer takes the GPU, which would idle.
+Backward produces the last layers' gradients first, and forward uses their weights last. So the updates of the last
+layers (without updates inside backward: of all layers) are deferred until backward is over, and the link stays busy
+through the next forward pass. Deferred updates are sent in forward order. With updates inside backward the few deferred
+ones are all sent right after backward, while the link is busy with the embedding, which forward needs first. Those of a
+whole model are sent a little ahead of need: queueing all their pieces at once would take the host longer than a layer
+takes the GPU, which would idle.
 """
 
 from bisect import insort
@@ -47,7 +48,7 @@ class OffloadedMatrix:
     rows: int
     width: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Host tensors by kind: moments, and the master or the weight itself where that is offloaded too."""
+    """Host tensors by kind: moments, and the master or an offloaded weight."""
     weight_offloaded: bool = False
     """Whether the weight is on the host as well (weight_streaming.py)."""
     forward_index: int = 0
@@ -55,9 +56,9 @@ class OffloadedMatrix:
     update_count: int = 0
     """Updates sent so far."""
     weight_ready: StreamEvent = None
-    """When the weight on the GPU is up to date."""
+    """The event after which the weight on the GPU is up to date."""
     states_ready: StreamEvent = None
-    """When the states on the host are up to date."""
+    """The event after which the states on the host are up to date."""
 
     def add(self, kind: str, tensor: Tensor) -> None:
         """Register a host tensor."""
@@ -69,25 +70,25 @@ class OffloadedMatrix:
         return max(1, PIECE_ELEMENTS // self.width)
 
     def staging_bytes(self) -> int:
-        """GPU memory of one piece."""
+        """Bytes of one piece in a staging buffer."""
         return sum(_aligned(tensor[: self.rows_per_piece].nbytes) for tensor in self.tensors.values())
 
 
 @dataclass
 class Update:
-    """One update of one matrix; `run` holds the tensors it reads alive until it is done."""
+    """One update of one matrix; `run` keeps the tensors it reads alive until the update is done."""
 
     matrix: OffloadedMatrix
     run: UpdatePiece
     gradient: Tensor
     on_host: HostWork | None = None
-    """The same update made by the host's cores; None where it cannot be."""
+    """The same update for the host's cores; None where they cannot make it."""
     gradient_ready: StreamEvent = None
-    """When the gradient is complete and backward has used the weight for the last time."""
+    """The event after which the gradient is complete and backward no longer uses the weight."""
     after: Callable[[], None] | None = None
-    """Called when the compute stream has waited for it."""
+    """Called after the compute stream waits for the update."""
     host_result: Future[StreamEvent] | None = None
-    """When the host has updated it and the weight is back on the GPU."""
+    """Of an update on the host: the event after which the new weight is on the GPU."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class _StagingBuffer:
     memory: Tensor
     free: StreamEvent = None
     staged: dict[tuple[Any, ...], dict[str, Tensor]] = field(default_factory=dict)
-    """Views by the shapes of a piece: nearly all pieces are alike, and a view costs the host microseconds."""
+    """Views by the shapes of a piece: nearly all pieces have equal shapes, and a view costs the host microseconds."""
 
     def views(self, matrix: OffloadedMatrix, rows: slice) -> dict[str, tuple[Tensor, Tensor]]:
         """(staged, host) views of every kind for a piece."""
@@ -115,7 +116,7 @@ class _StagingBuffer:
 
 
 class StateLink:
-    """Queues updates of offloaded matrices; `wait_until_updated` makes the compute stream wait for one."""
+    """Queues updates of offloaded matrices; `wait_until_updated` makes the compute stream wait for that of one."""
 
     def __init__(self, device: torch.device, *, frees_gradients: bool) -> None:
         """`frees_gradients`: gradients come one by one during backward and are freed once their update is done."""
@@ -127,12 +128,12 @@ class StateLink:
         self.in_flight: deque[Update] = deque()
         self.in_flight_bytes = 0
         self.deferred: list[Update] = []
-        """In forward order."""
+        """Deferred updates, in forward order."""
         self.host: HostUpdates | None = None
-        """Makes the updates it can instead of the GPU."""
+        """Makes those updates on the host's cores that it can; None leaves all to the GPU."""
 
     def reserve(self, matrix: OffloadedMatrix) -> None:
-        """Make staging buffers large enough for its pieces; called for all matrices before `allocate`."""
+        """Make staging buffers large enough for the matrix's pieces; called for all matrices before `allocate`."""
         self.staging_bytes = max(self.staging_bytes, matrix.staging_bytes())
 
     def allocate(self) -> None:
@@ -152,24 +153,24 @@ class StateLink:
             self._finish(self.in_flight[0])
 
     def flush_deferred(self) -> None:
-        """Send deferred updates: all, or of a whole model's up to IN_FLIGHT_BYTES at a time. Called after backward."""
+        """Send deferred updates after backward: all, or without updates inside backward up to IN_FLIGHT_BYTES."""
         while self.deferred and (self.frees_gradients or self.in_flight_bytes < IN_FLIGHT_BYTES):
             self._send(self.deferred.pop(0))
 
     def prioritise(self, matrix: OffloadedMatrix) -> None:
-        """Send a matrix's update now if it is deferred, after those that forward needs before it."""
+        """Send a matrix's update now if it is deferred, after the deferred ones that forward needs before it."""
         while any(update.matrix is matrix for update in self.deferred):
             self._send(self.deferred.pop(0))
 
     def wait_until_updated(self, matrix: OffloadedMatrix) -> None:
-        """The compute stream waits until the matrix's weight is up to date."""
+        """Make the compute stream wait until the matrix's weight is up to date."""
         self.prioritise(matrix)
         for update in [each for each in self.in_flight if each.matrix is matrix]:
             self._finish(update)
         self.flush_deferred()
 
     def wait_for_host(self, matrix: OffloadedMatrix) -> None:
-        """Block until the host's cores have made their updates of a matrix; streams need not wait."""
+        """Block until the host's cores have updated a matrix; needs no waiting of streams."""
         for update in self.in_flight:
             if update.matrix is matrix and update.host_result is not None:
                 matrix.weight_ready = update.host_result.result()
@@ -184,7 +185,7 @@ class StateLink:
             torch.cuda.synchronize(self.device)
 
     def _finish(self, update: Update) -> None:
-        """Make the compute stream wait for an update. Its gradient may then be freed: whatever reuses that memory is
+        """Make the compute stream wait for an update. Its gradient may then be freed: work that reuses its memory is
         queued later on the same stream."""
         self.wait_for_host(update.matrix)
         current_stream_waits_for(update.matrix.weight_ready)

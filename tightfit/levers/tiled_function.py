@@ -8,8 +8,8 @@ Weight gradients are summed over tiles in float32 and cast once at the end, as a
 That takes four bytes a weight of the function during its backward.
 
 A separate autograd node saves the inputs before the function runs. Checkpointing stops recomputing a layer as soon as
-everything saved is there again, so a tiled function at the end of a layer is not computed a second time before its
-tiles are computed a third time. Limits: no second derivatives; no random numbers inside.
+all saved tensors exist again, so of a tiled function at the end of a layer it recomputes only the inputs; the tiles are
+then recomputed once, in backward. Limits: no second derivatives; no random numbers inside.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from tightfit.kernels.recomputation import result_unwanted
 
 TileFunction = Callable[..., tuple[Tensor, ...]]
-"""(slice of the sequence, the inputs' [B, t, ...] there) → outputs [B, t, ...]."""
+"""(slice of the sequence, inputs [B, t, ...] of that slice) → outputs [B, t, ...]."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _TiledCall:
     """The autograd node that saved the inputs."""
 
     def weights(self) -> list[Tensor]:
-        """Looked up again in backward: all-gathered or streamed weights may be other tensors by then."""
+        """Trained weights of the modules; looked up again in backward, where gathered weights may be other tensors."""
         return [p for module in self.modules for p in module.parameters() if p.requires_grad]
 
 
@@ -52,7 +52,7 @@ def in_tiles(
     *,
     result_matters: bool = True,
 ) -> tuple[Tensor, ...]:
-    """`function` of inputs [B, T, ...] in `tiles` tiles of T (the last may be shorter), with weights of `modules`.
+    """Apply `function`, which uses weights of `modules`, to inputs [B, T, ...] in `tiles` tiles of T.
 
     Without `result_matters`, recomputation in backward may skip the function's last operation.
     """
@@ -76,7 +76,7 @@ def tile_slices(length: int, tiles: int) -> Iterator[slice]:
 
 
 def _run_tiles(call: _TiledCall, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of all tiles, each copied into the whole."""
+    """Run all tiles, and copy their outputs into whole tensors [B, T, ...]."""
     length = inputs[0].shape[1]
     outputs: tuple[Tensor, ...] = ()
     for tile in tile_slices(length, call.tile_count):
@@ -125,7 +125,7 @@ class _InTiles(torch.autograd.Function):
 
 
 def _write(d_inputs: list[Tensor | None], tile: slice, gradients: list[Tensor | None]) -> None:
-    """Copy the gradients of a tile's inputs into the whole."""
+    """Copy the gradients of a tile's inputs into `d_inputs`; zero where there is none."""
     for whole, gradient in zip(d_inputs, gradients, strict=False):
         if whole is not None:
             whole[:, tile].copy_(gradient) if gradient is not None else whole[:, tile].zero_()
@@ -144,7 +144,7 @@ def _tile_gradients(
 
 
 def _accumulate(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """The sum over tiles, in float32 or better."""
+    """`total` + `gradient`, in float32 or wider."""
     if gradient is None:
         return total
     if total is None:

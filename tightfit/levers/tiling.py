@@ -13,13 +13,13 @@ Heads: the backward of fused attention holds dQ in float32 and dK and dV per que
 all else of a layer. So heads run in groups (at most one per key/value head, and no more than there are tiles), which
 divides that workspace by the number of groups.
 
-Tensor ranks meet at the same places as without tiles, once a tile: what goes into attention and what comes out of it
-passes the layer's `Exchange`, which parallel/tensor.py leaves with the attention module. Under sequence parallelism a
-rank tiles its own n tokens. Gathered, tile j is token j of every rank's, [ranks, n / tiles, …]: in q, k and v, which
-are [ranks, n, …] in the order of the sequence, it is a slice of the second dimension, as everywhere.
+Tensor ranks communicate at the same places as without tiles, once a tile: input and output of attention pass through
+the layer's `Exchange`, which parallel/tensor.py sets on the attention module. Under sequence parallelism a rank tiles
+its own n tokens. All-gathered, tile j has tile j of every rank, [ranks, n / tiles, …]: in q, k and v, which are
+[ranks, n, …] in the order of the sequence, it is a slice of the second dimension, as everywhere.
 
-Limits: MoE layers are not tiled, as their load-balancing loss is no sum over tiles. Hooks on modules inside a layer see
-tiles; hooks on the attention module are not called. Generation with a key/value cache is not tiled.
+Limits: MoE layers are not tiled, as their load-balancing loss is not a sum over tiles. Hooks on modules inside a layer
+see tiles; hooks on the attention module are not called. Generation with a key/value cache is not tiled.
 """
 
 from collections.abc import Callable
@@ -50,10 +50,10 @@ class Exchange(Protocol):
     """The collectives of tensor ranks around attention."""
 
     def enter_tile(self, x: Tensor, length: int) -> Tensor:
-        """Before its projections; `length` is of a row."""
+        """Called on a tile before q, k and v are projected; `length` is that of a row."""
 
     def leave_tile(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        """After its output projection, whose bias is added here."""
+        """Called on a tile after the output projection; adds its bias."""
 
 
 def tile_layers(model: Decoder, levers: Levers) -> None:
@@ -101,7 +101,7 @@ class TiledLayer:
         return found
 
     def _project_qkv(self, x: Tensor, tile: slice, tokens: int, ctx: ForwardContext) -> tuple[Tensor, ...]:
-        """Queries, then keys, then values of every group of heads, each [B, t, heads, D]; `tokens` are all of x's."""
+        """Queries, then keys, then values of every group of heads, each [B, t, heads, D]; `tokens` are those of x."""
         own, normed = self.layer.attention, self.layer.attention_norm(x)
         if (exchange := self.exchange) is not None:
             normed = exchange.enter_tile(normed, ctx.mask.queries)

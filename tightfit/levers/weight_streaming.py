@@ -1,12 +1,12 @@
 """Weight streaming: weights live in host memory, and a layer's are copied to the GPU while the layer before it runs.
 
-Two layer buffers on the GPU take turns. The parameters of layer i are views of buffer i mod 2 for good; only the
-buffer's content changes, so autograd, hooks and the optimizer see ordinary parameters. All layers must be recomputed in
-backward (no saved tensor may refer to weights that have left), which walks them in reverse; the last two are still
-there. Where the host has float32 masters, these are copied and cast on arrival: 4 bytes a weight on the link instead of
-2, and no second copy in host memory. A cast waits until a running block of the step's kernels ends, so a few pieces
-may have arrived before it. The embedding, the head and vectors stay on the GPU. Shards of FSDP2 are streamed likewise,
-to be all-gathered: shard_streaming.py.
+Two layer buffers on the GPU alternate. The parameters of layer i are always views of buffer i mod 2; only the buffer's
+content changes, so autograd, hooks and the optimizer see ordinary parameters. All layers must be recomputed in backward
+(no saved tensor may refer to weights that were overwritten), which runs them in reverse; the last two layers' weights
+are still in the buffers. Where the host has float32 masters, these are copied and cast on arrival: 4 bytes a weight on
+the link instead of 2, and no second copy in host memory. A cast waits until a running thread block of the step's
+kernels ends, so a few pieces may arrive before it. The embedding, the head and vectors stay on the GPU. Shards of FSDP2
+are streamed in the same way, to be all-gathered: shard_streaming.py.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ WEIGHT = "weight"
 
 @dataclass
 class StreamedParameter:
-    """A parameter, and the host tensors its values come from."""
+    """A parameter, and the matrix on the host that its values come from."""
 
     parameter: nn.Parameter
     matrix: OffloadedMatrix
@@ -37,24 +37,24 @@ class StreamedParameter:
 
 @dataclass
 class LayerBuffer:
-    """GPU memory of one layer's weights at a time."""
+    """GPU memory for the weights of one layer at a time."""
 
     memory: Tensor
     layer: int | None = None
     update_counts: tuple[int, ...] = ()
-    """Updates that the loaded weights include."""
+    """Update counts of the loaded weights, by which stale ones are noticed."""
     loaded: StreamEvent = None
     gathered: StreamEvent = None
-    """When all ranks have gathered them, where they are shards."""
+    """Of shards: the event after which the all-gather has read them."""
 
 
 @dataclass
 class ArrivedMasters:
-    """A piece of masters on the GPU, to be cast."""
+    """Staging memory for a piece of masters on the GPU, to be cast into a layer buffer."""
 
     memory: Tensor
     free: StreamEvent = None
-    """When they have been."""
+    """The event after which the piece is cast and the memory free."""
 
 
 class WeightStream:
@@ -101,7 +101,7 @@ class WeightStream:
         each.parameter.data = part.view(each.parameter.shape)
 
     def _free(self, buffer: LayerBuffer) -> StreamEvent:
-        """When nothing reads a buffer any more."""
+        """An event after which nothing reads the buffer any more."""
         return record_current_stream(self.link.device)
 
     def _run(self, index: int, forward: Any, *arguments: Any, **options: Any) -> Any:
@@ -111,13 +111,13 @@ class WeightStream:
         return forward(*arguments, **options)
 
     def _load_following(self, index: int) -> None:
-        """Start to copy what is used after layer `index`."""
+        """Start copying the weights of the layer that runs after layer `index`."""
         following = index - 1 if _in_backward() else index + 1
         if 0 <= following < len(self.streamed):
             self._load(following)
 
     def _load(self, index: int) -> None:
-        """Copy a layer's newest weights to its buffer, unless they are there, once the buffer is no longer in use."""
+        """Queue the copy of a layer's newest weights to its buffer, once it is free; nothing if they are there."""
         for each in self.streamed[index]:
             self.link.prioritise(each.matrix)
         buffer, update_counts = (

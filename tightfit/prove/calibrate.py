@@ -1,8 +1,8 @@
 """`tightfit calibrate`: measure this machine's rates in under a minute.
 
 Sizes grow until one measurement takes long enough to trust, so that a small card or a CPU is not kept busy for minutes
-and a large one is not measured by its launch times. Products run for a second each, as in a step: a card that gets warm
-lowers its clock.
+and a large card's numbers are not dominated by launch times. Products run for a second each, as in a step: a card that
+gets warm lowers its clock.
 """
 
 import gc
@@ -63,14 +63,14 @@ def _serving(say: Say) -> CpuRates:
 
 
 def _numbers(device: torch.device) -> list[str]:
-    """Formats that the device computes with at a useful rate."""
+    """Number formats that the device computes with at a useful rate."""
     if device.type == "cpu":
         return ["fp32", "bf16"] if has_native_bf16() else ["fp32"]
     return ["fp32", "fp16", *(["bf16"] if torch.cuda.get_device_capability(device)[0] >= 8 else [])]
 
 
 def _count(device: torch.device, count: int) -> int:
-    """Numbers of a buffer: less on a CPU, and at most a sixteenth of a card."""
+    """Elements (float32) of a buffer, out of `count`: fewer on a CPU, and at most a sixteenth of a card's memory."""
     if device.type == "cpu":
         return count // 16
     return min(count, torch.cuda.get_device_properties(device).total_memory // 64)
@@ -104,7 +104,7 @@ def _attention(device: torch.device, name: str, say: Say) -> tuple[float, float]
 
 
 def _fixed_us(device: torch.device, name: str, peaks: dict[str, float]) -> float:
-    """What a small product takes beyond its operations at the sustained rate."""
+    """Microseconds that a small product takes beyond its FLOPs at the sustained rate."""
     name = name if name in peaks else "fp32"
     size = 512 if device.type == "cuda" else 64
     measured = list(products(device, NUMBERS[name], size, size, size))

@@ -1,8 +1,9 @@
-"""What the equivalence check trains: a model shape with a layout and levers, whole or as a miniature.
+"""The target of the equivalence check: a model shape with a layout and levers, at full size or as a miniature.
 
-A miniature keeps what parallelism could get wrong (grouped heads, tied embeddings, norms, biases, windows, experts, odd
-vocabularies, a layer per stage, adapters) and shrinks every size to the least that the layout can split, so that it
-trains in milliseconds on a CPU. Tokens are random: rows of several documents, with different numbers of counted labels.
+A miniature keeps the features that parallelism could get wrong (grouped heads, tied embeddings, norms, biases, windows,
+experts, odd vocabularies, a layer per stage, adapters) and shrinks every size to the least that the layout can split,
+so that it trains in milliseconds on a CPU. Tokens are random: rows of several documents, with different numbers of
+counted labels.
 """
 
 from collections.abc import Sequence
@@ -29,9 +30,9 @@ MOST_MICRO_BATCHES = 3
 NO_LEVERS = Levers()
 ROUNDING = ("optimizer_states", "rounding", "matmul", "checkpoint_format")
 NOTHING_TRAINED = ("data.train=nothing", "output=nowhere")
-"""Required fields of a job that a check does not read."""
+"""Required fields of a job that a check does not use."""
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4)
-"""With its usual eps Adam makes full updates from gradients that are pure rounding error, which would differ."""
+"""With the usual eps, Adam makes full updates from gradients that are pure rounding error, and these would differ."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class CheckTarget:
 
 
 def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
-    """What the plan or job at `path` trains, in float32 whatever its precision."""
+    """The target of the plan or job at `path`, in float32 whatever its precision."""
     if path.suffix.lower() != PLAN_SUFFIX or path.is_dir():
         return target_of(load_job(path / "job.yaml" if path.is_dir() else path, overrides))
     plan = Plan.load(path)
@@ -82,7 +83,7 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
 
 
 def target_of(job: Job) -> CheckTarget:
-    """What `job` trains."""
+    """The target of `job`."""
     spec = job.experts.applied(reshaped(source_spec(job.model.source), job.model.shape, job.model.source))
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
     passes = _few(job.accumulation, job.layout)
@@ -99,14 +100,14 @@ def target_of(job: Job) -> CheckTarget:
 
 
 def exact_adapter(adapter: AdapterTraining) -> AdapterTraining:
-    """Adapters on a plain model whose inputs are not dropped: codes are the same on all ranks, what is dropped is
-    not."""
+    """The adapters without dropout, which differs from rank to rank, and on a plain model: quantized weights are the
+    same on all ranks."""
     return adapter.model_copy(update={"bits": None, "dropout": 0.0})
 
 
 def exact_target(target: CheckTarget) -> CheckTarget:
-    """The target without lossy levers, whose rounding differs by more than a wrong sum would; updates inside backward
-    without clipping, which is by an estimate that depends on the order of gradients."""
+    """The target without lossy levers, whose rounding differs by more than a wrong sum would. Updates inside backward
+    are not clipped, as clipping is by an estimate that depends on the order of gradients."""
     levers = Levers.model_validate(target.levers.model_dump(exclude=set(ROUNDING)))
     unclipped = target.settings.model_copy(update={"clip_norm": 0.0})
     return replace(target, levers=levers, settings=unclipped if levers.update_in_backward else target.settings)
@@ -117,7 +118,7 @@ def _few(passes: int, layout: Layout) -> int:
 
 
 def _enough(layout: Layout) -> int:
-    """Micro-batches that show what more would: without a flush between steps, as many as there are stages."""
+    """Micro-batches beyond which more would show nothing new: without flushes between steps, one per stage."""
     return max(MOST_MICRO_BATCHES, layout.pipeline if layout.has_two_versions else 1)
 
 

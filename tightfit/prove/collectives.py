@@ -1,8 +1,8 @@
-"""Collectives of a running group: are their results right, and how long do they take?
+"""Collectives of a running process group: are their results right, and how long do they take?
 
-Results are compared with what follows from the ranks' numbers, in whole numbers that float32 holds exactly: a sum that
-misses a rank, an order that is not the ranks', or a message that went to another rank is off by a whole. Times are the
-slowest rank's median of several calls in a row, after calls that wake the library up.
+Inputs are made from the ranks' numbers, in integers that float32 holds exactly: a sum that misses a rank, a wrong order
+of ranks, or a message that went to another rank is off by at least one. Times are the slowest rank's median of several
+calls in a row, after warm-up calls.
 """
 
 import statistics
@@ -24,11 +24,11 @@ SIZES = {"cuda": tuple(2**power for power in (10, 14, 18, 22, 26, 28)), "cpu": (
 PAIR_BYTES = {"cuda": 2**26, "cpu": 2**20}
 REPEATS, CALLS = 3, 5
 NUMBERS = 24
-"""Numbers that each rank sends to each other one where results are compared."""
+"""Elements that each rank sends to each other rank in the test of results."""
 
 
 def wrong_collectives(device: torch.device) -> list[str]:
-    """A sentence for each operation and rank whose result is not what it must be; all ranks get all of them."""
+    """A sentence for each operation and rank with a wrong result; all ranks return the same list."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = []
     for name, (found, wanted) in _results(rank, world, device).items():
@@ -40,10 +40,10 @@ def wrong_collectives(device: torch.device) -> list[str]:
 
 
 def _results(rank: int, world: int, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-    """What each operation made on this rank, and what it should have made."""
+    """By operation: its result on this rank, and the right one."""
 
     def of(sender: int) -> Tensor:
-        """What a rank sends: NUMBERS to each rank, all different."""
+        """The input of rank `sender`: NUMBERS elements for each rank, all different."""
         return 1000.0 * sender + torch.arange(NUMBERS * world, device=device, dtype=torch.float32)
 
     own, everybody = of(rank), torch.stack([of(each) for each in range(world)])
@@ -65,7 +65,7 @@ def _first_wrong(found: Tensor, wanted: Tensor) -> str:
 
 
 def run_once(name: str, own: Tensor) -> Tensor:
-    """The result of operation `name` on what this rank has."""
+    """The result of operation `name` with this rank's input `own`."""
     run, result = _operation(name, own)
     run()
     wait(own.device)
@@ -73,7 +73,7 @@ def run_once(name: str, own: Tensor) -> Tensor:
 
 
 def _operation(name: str, own: Tensor) -> tuple[Operation, Tensor]:
-    """The call and the tensor that it fills."""
+    """The call of operation `name`, and the tensor it writes to."""
     world = dist.get_world_size()
     if name == "all-reduce":
         result = own.clone()
@@ -91,7 +91,7 @@ def _operation(name: str, own: Tensor) -> tuple[Operation, Tensor]:
 
 
 def _send_round(own: Tensor, result: Tensor) -> None:
-    """To the next rank, from the one before."""
+    """Send `own` to the next rank, and receive `result` from the previous one."""
     rank, world = dist.get_rank(), dist.get_world_size()
     moves = [dist.P2POp(dist.isend, own, (rank + 1) % world), dist.P2POp(dist.irecv, result, (rank - 1) % world)]
     for work in dist.batch_isend_irecv(moves):
@@ -99,7 +99,7 @@ def _send_round(own: Tensor, result: Tensor) -> None:
 
 
 def measure_collectives(device: torch.device) -> CollectiveRates:
-    """Every operation over all sizes; all ranks get the same rates."""
+    """Times of every operation at all sizes; all ranks return the same rates."""
     world = dist.get_world_size()
     points = []
     for name in OPERATIONS:
@@ -112,7 +112,7 @@ def measure_collectives(device: torch.device) -> CollectiveRates:
 
 
 def pair_gb_s(device: torch.device) -> dict[tuple[int, int], float]:
-    """GB/s of each pair of ranks by itself, sending to each other at once; all ranks get all of them."""
+    """GB/s of each pair of ranks alone, both sending at once; all ranks return the same rates."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = torch.zeros(PAIR_BYTES[device.type] // 4, device=device)
     result, found = torch.empty_like(own), {}

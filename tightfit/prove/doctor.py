@@ -3,14 +3,13 @@
 All ranks of the machine run one examination, in the order in which a fault would hide the next one:
 
     1. collectives give the right results
-    2. how long they take, over sizes, and each pair of ranks by itself
+    2. how long they take, over sizes, and each pair of ranks alone
     3. every split that fits the number of ranks trains as one process does (equivalence.py)
     4. the rates of one device, where no calibration has them
 
-What was found is written down as it is found, and each rank notes what it is about to do. So a rank that dies or hangs
-ends the examination with a sentence that names the rank and what it was doing, beside all that passed before.
-Speeds are judged on GPUs only: processes on one CPU share it. Splits that the time does not suffice for are named as
-not checked.
+Findings are written to a file at once, and each rank writes down what it is about to do. So if a rank dies or hangs,
+the diagnosis names the rank and what it was doing, beside all findings before. Speeds are judged on GPUs only:
+processes on one CPU share it. Splits for which no time is left are listed as not checked.
 """
 
 import json
@@ -41,24 +40,24 @@ from tightfit.prove.splits import Split, splits_that_fit
 LIMIT_S = 290.0
 """The limit of the whole examination."""
 RESERVED_S = 60.0
-"""Part of it, for measuring one device after the splits."""
+"""Part of the limit, kept for measuring one device after the splits."""
 NOTES = "findings"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What all ranks do; picklable."""
+    """The examination that all ranks run; picklable."""
 
     folder: str
     splits: Sequence[Split]
     until_s: float
-    """On the clock of `time.monotonic`, which all processes of a machine share."""
+    """When splits must end, on the clock of `time.monotonic`, which all processes of a machine share."""
     needs_calibration: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """All findings, the rates that were measured, and where they were written."""
+    """All findings, the measured rates, and the file they were written to."""
 
     device: str
     ranks: int
@@ -79,17 +78,17 @@ class Diagnosis:
 
 @dataclass
 class Notebook:
-    """What a rank is doing, and on the first rank what was found, in files that outlive it."""
+    """Files, which outlive a rank, with what it is doing and, on the first rank, with the findings."""
 
     folder: Path
     rank: int = field(default_factory=lambda: dist.get_rank())
 
     def begin(self, what: str) -> None:
-        """Before anything that may not come back."""
+        """Write down what the rank is about to do; called before anything that may hang or crash."""
         (self.folder / f"rank-{self.rank}").write_text(what, encoding="utf-8")
 
     def found(self, what: str, verdict: Literal["fine", "note", "wrong"], words: str) -> None:
-        """A finding that all ranks have made."""
+        """Write down a finding, which all ranks have made; only the first one writes."""
         if self.rank == 0:
             with (self.folder / NOTES).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(Finding(what, verdict, words))) + "\n")
@@ -141,7 +140,7 @@ def _device_and_ranks(ranks: int | None) -> tuple[str, int]:
 
 
 def examination(device: torch.device, plan: Examination) -> tuple[CollectiveRates, Calibration | None]:
-    """What one of the ranks of a running group finds."""
+    """The examination on one rank of a running group: findings go to the notebook, rates are returned."""
     notes = Notebook(Path(plan.folder))
     notes.begin("its first collectives")
     if wrong := wrong_collectives(device):
@@ -167,7 +166,7 @@ def examination(device: torch.device, plan: Examination) -> tuple[CollectiveRate
 
 
 def _check_splits(device: torch.device, plan: Examination, notes: Notebook) -> None:
-    """Every split until the time is up; the first rank's clock decides for all."""
+    """Check every split until the time is up; the first rank's clock decides for all."""
     meshes: dict[str, DeviceMesh] = {}
     for number, split in enumerate(plan.splits):
         goes_on = [time.monotonic() < plan.until_s]
@@ -184,7 +183,7 @@ def _check_splits(device: torch.device, plan: Examination, notes: Notebook) -> N
 
 
 def _mesh(split: Split, known: dict[str, DeviceMesh], kind: str) -> DeviceMesh:
-    """Made once for layouts with the same groups, as every group of NCCL's takes memory and a second."""
+    """The split's mesh, shared by layouts with the same groups, as every NCCL group takes memory and a second."""
     grid = json.dumps(grid_of(split.layout))
     if grid not in known:
         known[grid] = make_mesh(split.layout, kind)
@@ -209,6 +208,6 @@ def _read_notes(folder: Path) -> list[Finding]:
 
 
 def _keep(device: str, rates: CollectiveRates, calibration: Calibration | None) -> str:
-    """Beside what was measured of one device, now or before."""
+    """Write the collectives' rates into the device's calibration, measured now or before; returns the file."""
     entry = calibration or read_calibrations()[device]
     return os.fspath(write_calibration(replace(entry, collectives=rates)))

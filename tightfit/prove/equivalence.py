@@ -1,19 +1,18 @@
 """The equivalence check: N ranks against one process on the same rows, step by step, and where they first differ.
 
-All ranks train as the layout says. The first rank also trains the whole model alone, without levers, on the same
-micro-batches one after another. Compared are the initial weights and, in every step, the loss, the gradient norm, every
-gradient and every updated weight, gathered to the first rank. Copies on several ranks (replicas, replicated norms, both
-copies of a tied embedding) must be equal to the bit.
+All ranks train as the layout says. The first rank also trains the whole model alone (the truth), without levers, on the
+same micro-batches one after another. The initial weights are compared and, in every step, the loss, the gradient norm,
+every gradient and every updated weight, gathered to the first rank. Copies on several ranks (replicas, replicated
+norms, both copies of a tied embedding) must be equal to the bit.
 
 The error of a tensor is ‖found − truth‖ / ‖truth‖ in float64. For gradients the denominator is at least a thousandth of
 the norm of all gradients, as some are pure rounding error (biases of keys, without rope). In float32 another order of
 summation makes errors around 1e-6; a missing or doubled term is a share of the gradient. Differences are sorted in the
 order of computation: loss, gradients from the output back to the embedding, weights. So the first gradient named is the
-one nearest to the fault; those after it in backward may be wrong because of it.
-Under schedule 2bw the process alone computes gradients with the weights of one update before, as that schedule does.
+one nearest to the fault; later ones in backward may be wrong because of it.
+Under schedule 2bw the single process computes gradients with the weights of one update before, as that schedule does.
 Limits: the first rank must hold the whole model in float32 beside its shards (use a miniature of a large one); lossy
-levers differ, as they should.
-A job of adapters trains adapters here too, on a frozen model of plain weights.
+levers differ, as they should. A job that trains adapters trains adapters here too, on a frozen model of plain weights.
 """
 
 import hashlib
@@ -43,9 +42,10 @@ from tightfit.train.step import StepResult, train_step
 
 TOLERANCE = 1e-4
 LEAST_SHARE = 1e-3
-"""Of the norm of all gradients: the least denominator of a gradient's error."""
+"""The least denominator of a gradient's error, as a share of the norm of all gradients."""
 LEAST_WEIGHT = 1e-2
-"""Ten updates at the check's learning rate: the least size of a weight in its error, such as of new biases."""
+"""The least denominator of a weight's error, per element (biases begin at zero): ten updates at the check's learning
+rate."""
 LEAST_NUMBER = 1e-6
 Look = Callable[[str], None]
 
@@ -97,7 +97,7 @@ class Verdict:
 
 @dataclass
 class TrainedModel:
-    """A model with its optimizer: of all ranks, or of one process alone."""
+    """A model with its optimizer, trained by all ranks or by a single process."""
 
     decoder: Decoder
     module: nn.Module
@@ -106,7 +106,7 @@ class TrainedModel:
     device: torch.device
 
     older: dict[str, Tensor] | None = None
-    """Weights of one update before, for a process alone that computes gradients with these."""
+    """Weights before the last update, with which a single process computes gradients under schedule 2bw."""
 
     def step(self, target: CheckTarget, number: int, look: Look) -> StepResult:
         """One step on this rank's rows."""
@@ -119,7 +119,7 @@ class TrainedModel:
         return train_step(self.module, self.optimizer, batches, self.device, lr, LossScale(), look, self.ranks)
 
     def _then_newest(self, look: Look) -> Look:
-        """The newest weights again, before the optimizer updates them."""
+        """`look`, then put the newest weights back before the optimizer updates them."""
 
         def looked(phase: str) -> None:
             look(phase)
@@ -149,7 +149,7 @@ def build_trained(target: CheckTarget, mesh: DeviceMesh | None, device: torch.de
 
 
 def _whole(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:
-    """A model without weights as yet, and what gives it some from the target's seed."""
+    """A model without values, and the function that initialises it from the target's seed."""
 
     def fill(model: Decoder) -> None:
         torch.manual_seed(target.seed)
@@ -159,8 +159,8 @@ def _whole(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:
 
 
 def _with_adapters(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:
-    """A frozen model from the target's seed, and what gives its adapters values: B's too, as gradients of A come from
-    them."""
+    """A frozen model from the target's seed, and the function that initialises its adapters; B is not zero, as A would
+    then have no gradients."""
     decoder = blank_decoder(target.spec, device, torch.float32)
     torch.manual_seed(target.seed)
     init_weights(decoder)
@@ -179,7 +179,7 @@ def _with_adapters(target: CheckTarget, device: torch.device) -> tuple[Decoder, 
 def compare(
     target: CheckTarget, mesh: DeviceMesh, device: torch.device, *, steps: int = 2, tolerance: float = TOLERANCE
 ) -> Verdict:
-    """Train `steps` steps both ways and compare. All ranks call this, and all get the verdict."""
+    """Train `steps` steps on all ranks and on one, and compare. All ranks call this and return the same verdict."""
     many = build_trained(target, mesh, device)
     one = build_trained(_alone(target), None, device) if many.ranks.first else None
     if one is not None and target.layout.has_two_versions:
@@ -197,7 +197,7 @@ def _alone(target: CheckTarget) -> CheckTarget:
 def _compare_step(
     target: CheckTarget, number: int, many: TrainedModel, one: TrainedModel | None, found: "_Comparison"
 ) -> float:
-    """One step of both; gradients are compared just before the optimizer uses them."""
+    """Run and compare one step of `many` and `one`; gradients are compared just before the optimizer uses them."""
     truth: dict[str, Tensor] = {}
     whole_batch = replace(_alone(target), passes=target.passes * target.layout.data)
 

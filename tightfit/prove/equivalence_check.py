@@ -24,7 +24,7 @@ MOST_RANKS = 16
 def run_check(
     path: Path, overrides: Sequence[str] = (), *, steps: int = 2, tiny: bool | None = None
 ) -> tuple[Verdict | None, CheckTarget]:
-    """The verdict on the plan or job at `path`, on the first rank (None on others), and what was checked."""
+    """The verdict on the plan or job at `path`, on the first rank (None on others), and the target checked."""
     return check(read_target(path, overrides), str(path), steps=steps, tiny=tiny)
 
 

@@ -1,4 +1,4 @@
-"""What can be said of several GPUs before they exchange anything, and of how fast they then do."""
+"""Findings about several GPUs: software, cards and topology before they communicate, and slow links after."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ from tightfit.hardware.local import local_machine
 from tightfit.hardware.topology import Topology, read_topology
 
 LEAST_FREE = 0.9
-"""Share of a card's memory below which somebody else uses it."""
+"""Free share of a card's memory below which another program must be using it."""
 LEAST_SHARED_BYTES = 2**30
-"""The least size of /dev/shm, through which NCCL's processes talk where cards cannot reach each other."""
+"""The least free size of /dev/shm, through which NCCL copies where cards have no peer access."""
 LEAST_RATE = 0.5
-"""The least share of what a link is expected to reach, or of what other pairs do."""
+"""A link is slow below this share of its expected rate, or of the median rate of all pairs."""
 DISABLING = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 
 
@@ -33,7 +33,7 @@ class Finding:
 
 
 def machine_findings(gpus: int) -> list[Finding]:
-    """Software, cards, topology and shared memory of `gpus` GPUs; of CPU processes the software alone."""
+    """Findings on software, cards, topology and shared memory of `gpus` GPUs; with 0, on the software alone."""
     versions = f"torch {torch.__version__}"
     if not gpus:
         return [Finding("software", "fine", f"{versions}, gloo on the CPU: speeds are not judged")]
@@ -72,7 +72,7 @@ def _reach(gpus: int, topology: Topology | None) -> list[Finding]:
 
 
 def shared_memory(free_bytes: int | None) -> list[Finding]:
-    """Too little of it makes NCCL fail at its first collective."""
+    """A finding where /dev/shm is too small, with which NCCL fails at its first collective."""
     if free_bytes is None or free_bytes >= LEAST_SHARED_BYTES:
         return []
     words = f"/dev/shm has {free_bytes / 2**20:,.0f} MiB free; in a container give it more (--shm-size=8g)"
@@ -86,7 +86,7 @@ def _shared_bytes(folder: Path = Path("/dev/shm")) -> int | None:
 def slow_links(
     rates: CollectiveRates, pairs: dict[tuple[int, int], float], expected_bytes_s: float | None = None
 ) -> list[str]:
-    """A sentence for each pair that is slower than the others, and where all are slower than their link."""
+    """A sentence for each pair that is slower than the others, and one if the collectives are slower than the link."""
     middle = statistics.median(pairs.values())
     found = [
         f"GPUs {one} and {other} exchange {rate:,.1f} GB/s, other pairs {middle:,.1f}; look at their link with "

@@ -2,7 +2,7 @@
 
 Data, model, levers and parallelism are as in training; nothing is saved, so a run's directory gets a `ledger.json` and
 no checkpoint. One evaluation follows the steps where there is held-out data. Tokenizing and batching are not counted.
-Of several ranks each measures itself and the first one's ledger is kept: data ranks are alike.
+Of several ranks each measures itself and the first one's ledger is kept: data ranks take equal memory.
 """
 
 import json
@@ -40,7 +40,7 @@ LARGEST_KINDS = 12
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The result. `largest` are the largest kinds of tensors at the peak, each with their number."""
+    """The result; `largest` has the kinds of allocations that take most at the peak, each with their number."""
 
     run: Path
     device: str

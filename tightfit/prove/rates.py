@@ -1,4 +1,4 @@
-"""What a machine reaches: products, attention, copies, the host link, the host's update and launches.
+"""Rates that a machine reaches: products, attention, copies, the host link, the host's update and launches.
 
 The measurements behind `tightfit calibrate` (shapes that fit any card, under a minute) and behind the tables of
 benchmarks/calibrate.py (more shapes). Nothing here is a training step of a real model, so predictions of steps stay
@@ -59,7 +59,7 @@ def products(device: torch.device, dtype: torch.dtype, rows: int, inputs: int, o
 
 
 def sustained_tflop_s(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
-    """The rate of square products that follow one another for so long that clocks settle: the last half counts."""
+    """The rate of square products in a row for `seconds`, so that clocks settle; the second half is measured."""
     x = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(x)
     do = partial(torch.mm, x, x, out=out)
@@ -79,7 +79,7 @@ class AttentionTimes:
 
 
 def attention_times(device: torch.device, dtype: torch.dtype, rows: int, length: int, head: int) -> AttentionTimes:
-    """Causal attention of 16 heads over 4 key heads, as the decoder calls it."""
+    """Times of causal attention of 16 heads over 4 key/value heads, called as the decoder calls it."""
     tensors = [
         torch.randn(rows, length, heads, head, device=device).to(dtype).transpose(1, 2).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -118,7 +118,7 @@ class LinkBuffers:
         return self.host[0].nbytes / 1e9
 
     def travel(self, *, into: bool = False, out: bool = False, beside: Callable[[], object] | None = None) -> None:
-        """Queue copies each way, and eight calls of `beside` meanwhile."""
+        """Queue copies `into` the device, `out` of it or both, and eight calls of `beside` meanwhile."""
         ways = (
             (into, self.streams[0], self.there[0], self.host[0]),
             (out, self.streams[1], self.host[1], self.there[1]),
@@ -132,11 +132,11 @@ class LinkBuffers:
             beside()
 
     def ms(self, *, into: bool = False, out: bool = False, beside: Callable[[], object] | None = None) -> float:
-        """Milliseconds of one such transfer among four."""
+        """Milliseconds of one `travel` out of four in a row."""
         return looped_ms(partial(self.travel, into=into, out=out, beside=beside), 4, self.device)
 
     def host_adam_ms(self) -> float:
-        """AdamW of one buffer by the host's cores."""
+        """Milliseconds of AdamW on one buffer on the host's cores."""
         weights, gradients, first, second = self.host
         do = partial(fused_adamw, weights, gradients, first, second, Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1))
         do()
@@ -158,9 +158,9 @@ def narrow_spec(layers: int, size: int) -> ModelSpec:
 
 
 def layer_launch_ms(device: torch.device, size: int = 256) -> float:
-    """Milliseconds to launch a layer's forward, backward and update, by models so narrow that the device waits.
+    """Milliseconds to launch a layer's forward, backward and update, from models so narrow that the GPU waits.
 
-    Hosts are slower now and then: two depths are timed in turns, and the median turn counts.
+    Hosts are slower at times: models of two depths are timed alternately, and the median difference counts.
     """
     few, more = (_narrow_program(device, narrow_spec(layers, size)) for layers in (FEW_LAYERS, MORE_LAYERS))
     for program in (few, more, few, more):
@@ -178,13 +178,13 @@ def _narrow_program(device: torch.device, spec: ModelSpec) -> Program:
 
 
 def _steps_ms(device: torch.device, program: Program) -> float:
-    """Of one step among a few."""
+    """Milliseconds of one step out of STEPS in a row."""
     return looped_ms(lambda: program.step(ignore), STEPS, device)
 
 
 @torch.no_grad()
 def small_values(model: torch.nn.Module) -> None:
-    """Values like those of a new model."""
+    """Fill the parameters with values like those of a new model."""
     parameter: Tensor
     for parameter in model.parameters():
         parameter.fill_(1.0) if parameter.ndim < 2 else parameter.normal_(std=0.02)

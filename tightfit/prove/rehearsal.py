@@ -80,7 +80,7 @@ class Program:
         )
 
     def step_in_flow(self, on_phase: OnPhase = ignore) -> None:
-        """One step of a pipeline that is not flushed between steps: some of it is left to the next one."""
+        """Run one step without a flush: part of its backward is left to the next step if the schedule allows it."""
         if self.optimizer.buffered is None:
             self.step(on_phase)
         else:
@@ -92,7 +92,7 @@ MakeStep = Callable[[DeviceMesh | None, Tracer], Step]
 
 
 def rehearse(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Ledger:
-    """The ledger of a training step: of the first rank of each pipeline stage that may have the highest peak."""
+    """The ledger of a training step, with the first rank of each pipeline stage that may have the highest peak."""
     lines: list[Line] = []
     for stage in stages_to_trace(layout):
         ledger = rehearse_stage(workload, layout, levers, overheads, stage)
@@ -109,7 +109,7 @@ def rehearse_stage(
     *,
     captured: bool = False,
 ) -> Ledger:
-    """The ledger of the first rank of pipeline stage `stage` alone, as rank 0; `captured` says what its steps are."""
+    """The ledger of the first rank of pipeline stage `stage` alone, as rank 0; `captured`: steps are CUDA graphs."""
     replay = _replay(workload, layout, levers, overheads, stage, captured=captured)
     return ledger_of_replay(replay, "simulation", context_bytes=overheads.context_bytes)
 
@@ -128,7 +128,7 @@ def _replay(
     *,
     captured: bool = False,
 ) -> Replay:
-    """The replay of the whole model or stage where that is quick, else extrapolated from two shallow models."""
+    """The replay of the whole model or stage where tracing is quick, else extrapolated from two shallow models."""
 
     def replay(trace: Trace) -> Replay:
         allocator = GrowingAllocator() if grows_segments(layout) else CachingAllocator()
@@ -232,7 +232,7 @@ def build(
     """A training step on random tokens, on a real device or on fake tensors."""
     decoder = _unfilled(workload, layout, levers, device, impl, tracer)
     if workload.adapted is not None:
-        with nullcontext() if tracer is None else tracer.pause():  # in training it comes as it is held
+        with nullcontext() if tracer is None else tracer.pause():  # training loads it in its held format
             _adapt(decoder, workload, device, impl)
     if tracer is not None:
         if layout.zero or offloads_states(levers):
@@ -259,7 +259,7 @@ def build(
 
 
 def _adapt(decoder: Decoder, workload: Workload, device: torch.device, impl: Implementations) -> None:
-    """Freeze a decoder, hold it in codes where the workload does, and give it adapters."""
+    """Freeze a decoder, quantize it where the workload's base model is, and attach adapters."""
     adapted = workload.adapted
     assert adapted is not None
     if adapted.base.scheme is not None:
@@ -278,8 +278,8 @@ def _unfilled(
 ) -> Decoder:
     """A decoder built in its final dtype, as fake tensors cannot be converted with `.to(dtype)`.
 
-    One to be sharded is built on the meta device; with fake tensors, while the tracer is paused. One to be offloaded is
-    built on the host.
+    A decoder to be sharded is built on the meta device; with fake tensors, while the tracer is paused. One to be
+    offloaded is built on the host.
     """
     faking, offloaded = isinstance(torch.empty(0), FakeTensor), offloads_states(levers)
     has_masters = workload.has_masters and workload.adapted is None  # a frozen model has none
@@ -314,7 +314,7 @@ def claim_tensors(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period
             tracer.claim(bucket.masters, "master weights")
         for index in range(len(bucket.masters)):
             tracer.claim(bucket.updater.states(index).values(), "optimizer states")
-    if model.norm is not None:  # which only the last stage of a pipeline has
+    if model.norm is not None:  # only the last stage of a pipeline has one
         tracer.loss_follows(model.norm)
     last = len(model.layers) - 1
     for index, layer in enumerate(model.layers):
@@ -325,7 +325,7 @@ def claim_tensors(tracer: Tracer, model: Decoder, optimizer: MasterAdamW, period
 def _batches(workload: Workload, layout: Layout) -> list[Batch]:
     """One micro-batch, or two with gradient accumulation: more would repeat the second.
 
-    Of a pipeline: all of them for gpipe, two per rank for other schedules.
+    In a pipeline: all micro-batches under gpipe, two per pipeline rank under other schedules.
     """
     shape = (layout.micro_batch, workload.sequence_length)
     most = {1: 2}.get(layout.pipeline, 2 * layout.pipeline)

@@ -1,8 +1,8 @@
-"""Every way of splitting that a number of ranks allows, alone and in mixtures, as targets of the equivalence check.
+"""Every split that a number of ranks allows, alone and in combination, as targets of the equivalence check.
 
-The ways are the axes below; a mixture of k of them has two ranks on each but one, which has the rest. Each axis is
-checked alone in all its variants (ZeRO stages, schedules, with and without sequence parallelism, the meshes that tensor
-ranks can fill); a mixture takes one variant of each: ZeRO-3, or ZeRO-1 beside a pipeline.
+The splits are the AXES below; a combination of k of them has two ranks on each but the first, which has the remaining
+factor. Each axis is checked alone in all its variants (ZeRO stages, schedules, with and without sequence parallelism,
+the meshes that tensor ranks can fill); a combination takes one variant of each: ZeRO-3, or ZeRO-1 beside a pipeline.
 """
 
 import math
@@ -18,10 +18,10 @@ from tightfit.models.presets import preset
 from tightfit.prove.check_target import CheckTarget, miniature
 
 AXES = ("data", "pipeline", "ring", "heads", "tensor", "expert")
-"""`ring` and `heads` are the two ways of context parallelism."""
+"""`ring` and `heads` are the two kinds of context parallelism."""
 FEW_ROWS = {"micro_batch": 2}
 DENSE, ROUTED = "qwen3-8b", "qwen3-30b-a3b"
-"""What miniatures are made of: grouped heads and norms of queries and keys; the same with experts."""
+"""Presets of which miniatures are made: with grouped heads and norms of queries and keys; the same with experts."""
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {"": {}, "ZeRO-1": {"zero": 1}, "ZeRO-2": {"zero": 2}, "ZeRO-3": {"zero": 3}},
     "pipeline": {
@@ -44,12 +44,12 @@ BESIDE_MESHES: dict[str, dict[str, Any]] = {
     "ring": {"zero": 3},
     "heads": {"zero": 3},
 }
-"""Axes of two ranks that are checked beside a mesh of tensor ranks, and how."""
+"""Axes that are checked with two ranks beside a mesh of tensor ranks, with their layout fields."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A layout that is checked, and the model it is checked with."""
+    """A layout to check, with its name in the findings."""
 
     name: str
     layout: Layout
@@ -62,14 +62,14 @@ class Split:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the miniature can be cut like this; an odd number of tensor ranks cannot share its tokens."""
+        """Whether the layout can split the miniature; an odd number of tensor ranks cannot share its tokens."""
         target = self.target
         run = Run(layout=target.layout, levers=target.levers, spec=target.spec, sequence_length=target.length)
         return refused_by_trainer(run) is None
 
 
 def splits_that_fit(ranks: int) -> list[Split]:
-    """Single axes in all variants, hybrid sharding, then mixtures of two, three, … axes."""
+    """Single axes in all variants, hybrid sharding, tensor meshes, then combinations of two, three, … axes."""
     found = [*_alone(ranks), *_hybrid(ranks), *_meshes(ranks)]
     for size in range(2, len(AXES) + 1):
         found += [split for axes in combinations(AXES, size) if (split := mixture(ranks, axes))]
@@ -77,7 +77,7 @@ def splits_that_fit(ranks: int) -> list[Split]:
 
 
 def mixture(ranks: int, axes: tuple[str, ...]) -> Split | None:
-    """The split over `axes`, the first of which has what two on each other leave; None where that is under two."""
+    """The split over `axes`: two ranks on each but the first, which has the remaining factor; None if under two."""
     rest = 2 ** (len(axes) - 1)
     if ranks % rest or ranks // rest < 2:
         return None
@@ -105,7 +105,7 @@ def _hybrid(ranks: int) -> list[Split]:
 
 
 def _meshes(ranks: int) -> Iterator[Split]:
-    """2D, 2.5D and 3D meshes of all ranks, and of half of them beside what BESIDE_MESHES has two of."""
+    """2D, 2.5D and 3D meshes of all ranks, and of half of them beside two ranks of an axis in BESIDE_MESHES."""
     for beside, fields in BESIDE_MESHES.items():
         others = 2 if beside else 1
         for kind, depth in (("2d", 1), ("2.5d", 2), ("3d", 1)):

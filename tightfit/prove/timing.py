@@ -1,7 +1,7 @@
-"""How long an operation takes on this machine: as one of many that follow each other, without the host in the way.
+"""How long an operation takes on this machine: one of many calls in a row, without the host's launch time.
 
-On a GPU the calls are captured in a CUDA graph and replayed; what cannot be captured (a choice of kernels that looks at
-the stream) runs in a loop. On a CPU a loop of at least `LEAST_S` seconds.
+On a GPU the calls are captured in a CUDA graph and replayed; operations that cannot be captured (a choice of kernels
+that looks at the stream) run in a loop. On a CPU a loop of at least `LEAST_S` seconds.
 """
 
 import statistics
@@ -42,6 +42,6 @@ def looped_ms(do: Do, count: int, device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Block until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""A conversation at the terminal: answers as they are made, or all of it as JSON."""
+"""A conversation at the terminal: answers are streamed, or the whole conversation is printed as JSON."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from tightfit.serve.chat import Chat, converse
 
 
 def print_chat(chat: Chat, questions: Sequence[str], *, asks: bool, as_json: bool) -> None:
-    """Ask `questions` one after another, then, where somebody `asks`, what they type."""
+    """Ask `questions` one after another, then, with `asks`, questions typed at the terminal."""
     if as_json:
         for question in questions:
             "".join(chat.ask(question))

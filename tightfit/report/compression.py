@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 LONGEST_RECIPE = 300
-"""Characters of it that are printed; one that names every matrix is whole in the report."""
+"""The most characters of a recipe that are printed; report.json has all of a recipe that names every matrix."""
 
 
 SPEED_PERIOD_S = 24 * 3600.0
-"""Layers by whose time that which is left is reckoned: all; rich's 30 s are shorter than one of a large model."""
+"""Window of rich's estimate of the time left: all layers, as its default of 30 s is less than one layer may take."""
 
 
 class CompressionProgress:
@@ -48,7 +48,7 @@ class CompressionProgress:
         self._task = self._bar.add_task("", total=None, told="")
 
     def announce(self, cost: "CompressionCost") -> None:
-        """Before anything is written."""
+        """Print the predicted cost, before anything is written."""
         ratio = cost.original_bytes / max(cost.result_bytes, 1)
         bits = f"{cost.bits_per_weight:.2f} bits a quantized weight, " if cost.bits_per_weight else ""
         self.console.print(
@@ -64,11 +64,11 @@ class CompressionProgress:
         self.say(_quality_to_come(cost))
 
     def say(self, text: str) -> None:
-        """A line before the layers."""
+        """Print a line above the bar."""
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def layer(self, done: int, total: int, report: "LayerReport") -> None:
-        """After every layer."""
+        """Show layer `done` of `total`, after it is compressed."""
         error = "" if report.layer_error is None else f"error {report.layer_error:.2e}"
         self._bar.update(self._task, completed=done, total=total, told=error)
         if not self.console.is_terminal:
@@ -85,16 +85,16 @@ class CompressionProgress:
 
 
 def _quality_to_come(cost: "CompressionCost") -> str:
-    """What is known of the loss before anything is written."""
+    """What is known of the loss in quality before anything is written."""
     if cost.kl is not None:
         return f"expected KL to the original {cost.kl:.4f} nats a token, of some rows; measured when done"
     if cost.calibration:
-        return "what it costs in quality has no estimate before; KL to the original is measured on some of those rows"
-    return "what it costs in quality has no estimate, and no text to measure it with: tightfit evaluate --against"
+        return "no estimate of the loss in quality; KL to the original is measured on some of those rows when done"
+    return "no estimate of the loss in quality, and no text to measure it with: tightfit evaluate --against"
 
 
 def _fullest(ledger: "Ledger") -> str:
-    """The lines of the fullest phase, largest first."""
+    """A sentence with the lines of the phase with the highest peak, largest first."""
     phase, rank = ledger.fullest()
     lines = sorted(ledger.at(phase, rank), key=lambda line: -line.bytes)
     told = ", ".join(f"{line.detail or line.component} {gib(line.bytes)}" for line in lines if line.bytes)
@@ -102,7 +102,7 @@ def _fullest(ledger: "Ledger") -> str:
 
 
 def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
-    """Errors by layer, and the cost as predicted beside the cost as measured."""
+    """Print errors by layer, and predicted and measured cost side by side."""
     if as_json:
         return print_json(asdict(report))
     names = sorted({name for layer in report.layers for name in layer.errors})
@@ -139,7 +139,7 @@ def _costs(report: "CompressionReport") -> Table:
 
 
 def print_comparison(found: Sequence[Compared], original: tuple[str, int], *, as_json: bool) -> None:
-    """A compressed model beside its original, or several, each with the bytes of its weights."""
+    """Print one compressed model beside its original, or several, each with the bytes of its weights."""
     if as_json:
         rows = [each.to_json() for each in found]
         several = {"against": original[0], "original_bytes": original[1], "models": rows}
@@ -160,14 +160,14 @@ def _one(result: "Comparison") -> Table:
     change = result.perplexity / result.original_perplexity - 1
     table.add_row("perplexity", f"{result.perplexity:.4f}", f"{result.original_perplexity:.4f}", f"{change:+.2%}")
     table.add_row("KL divergence (nats/token)", _told(result.kl), "", "")
-    table.add_row("same likeliest token", _told(result.agreement), "", "")
+    table.add_row("same top-1 token", _told(result.agreement), "", "")
     return table
 
 
 def _several(found: Sequence[Compared], original: tuple[str, int]) -> Table:
     first = found[0].result
     title = f"{first.tokens:,} tokens in {first.rows} rows"
-    table = Table("", "weights", "perplexity", "KL", "same likeliest token", title=title, title_justify="left")
+    table = Table("", "weights", "perplexity", "KL", "same top-1 token", title=title, title_justify="left")
     table.add_row(Path(original[0]).name, gib(original[1]), f"{first.original_perplexity:.2f}", "", "")
     for each in found:
         result = each.result

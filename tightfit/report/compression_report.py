@@ -1,6 +1,6 @@
-"""What a compression leaves beside the model: report.json, and report.png with the error of every layer.
+"""The report that a compression writes beside the model: report.json, and report.png with the error of every layer.
 
-`tightfit evaluate --against` adds what it measured to the report of a directory that has one. Programs that load the
+`tightfit evaluate --against` adds its measurements to the report of a directory that has one. Programs that load the
 model read neither file.
 """
 
@@ -29,30 +29,30 @@ PICTURE_FILE = "report.png"
 COLORS = ("#1f5fa8", "#d1495b", "#2a9d4e", "#e68613", "#7b4fa3", "#0f8b8d", "#8c6d46", "#c05299", "#5b8e7d", "#888888")
 Record = dict[str, Any]
 NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError)
-"""What a file of that name that somebody else wrote may raise, as it is read or drawn."""
+"""Errors that reading or drawing a report.json of another program may raise."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A model, the bytes of its weights, and how it does beside another."""
+    """A model, the bytes of its weights, and its comparison with the original."""
 
     model: str
     weight_bytes: int
     result: "Comparison"
 
     def to_json(self) -> Record:
-        """One object."""
+        """As plain data."""
         facts = {"perplexity": self.result.perplexity, "original_perplexity": self.result.original_perplexity}
         return {"model": self.model, "weight_bytes": self.weight_bytes, **asdict(self.result), **facts}
 
 
 def write_report(report: "CompressionReport", folder: Path) -> None:
-    """Both files into `folder`; where they cannot be written, a warning: the model itself is there."""
+    """Write both files into `folder`; if that fails, only warn: the model itself is written."""
     _write(folder, {**asdict(report), "comparisons": []})
 
 
 def add_comparison(folder: Path, compared: Compared, against: str, data: Sequence[str]) -> None:
-    """What `evaluate --against` found, into the report of the compressed model in `folder`; without one, nothing."""
+    """Add the result of `evaluate --against` to the report of the compressed model in `folder`, if it has one."""
     if not (folder / REPORT_FILE).is_file():
         return
     measured = {"against": against, "data": list(data), **compared.to_json()}
@@ -65,7 +65,7 @@ def add_comparison(folder: Path, compared: Compared, against: str, data: Sequenc
 
 
 def _write(folder: Path, record: Record) -> None:
-    """The picture first: a record that cannot be drawn is not written."""
+    """Write picture and record; the picture first, so that a record that cannot be drawn is not written."""
     text = json.dumps(finite(record), indent=2, default=str, ensure_ascii=False, allow_nan=False)
     try:
         draw_errors(record, folder / PICTURE_FILE)
@@ -76,7 +76,7 @@ def _write(folder: Path, record: Record) -> None:
 
 
 def draw_errors(record: Mapping[str, Any], path: Path) -> None:
-    """The error of every matrix, and of whole layers, over the layers."""
+    """Draw the errors of every matrix and of whole layers over the layer's number."""
     layers = record["layers"]
     names = sorted({name for layer in layers for name in layer["errors"]})
     with panels(path, 1, 1, width=8, height=4.6) as (figure, grid):
@@ -115,7 +115,7 @@ def _title(record: Mapping[str, Any]) -> list[str]:
 
 
 def draw_sizes(found: Sequence[Compared], original: tuple[str, int], path: Path) -> None:
-    """Perplexity and divergence from the original over size, a point a model."""
+    """Draw perplexity and KL divergence from the original over size, one point per model."""
     name, its_bytes = original
     with panels(path, 1, 2, width=11, height=4.6) as (figure, grid):
         left, right = grid[0]

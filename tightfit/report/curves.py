@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.9
 FEW_STEPS = 20
-"""Fewer are drawn as points, and have no average worth drawing."""
+"""Fewer steps are drawn as points, without a moving average."""
 Rows = list[dict[str, Any]]
 
 

@@ -17,7 +17,7 @@ COLOURS = {"fine": "green", "note": "yellow", "wrong": "red"}
 
 
 def print_diagnosis(diagnosis: "Diagnosis", *, as_json: bool) -> None:
-    """Findings, collectives, and what is wrong in the last line. Splits that are fine are one line together."""
+    """Findings, collectives' rates, and the verdict in the last line. Splits that are fine share one line."""
     if as_json:
         return print_json(diagnosis.to_json())
     console = Console(highlight=False)
@@ -32,7 +32,7 @@ def print_diagnosis(diagnosis: "Diagnosis", *, as_json: bool) -> None:
     if diagnosis.rates is not None:
         console.print(_rates_table(diagnosis.rates))
     if diagnosis.calibration_file:
-        console.print(f"kept in {escape(diagnosis.calibration_file)}; `tightfit plan --on local` counts with it")
+        console.print(f"written to {escape(diagnosis.calibration_file)}; `tightfit plan --on local` uses it")
     wrong = [f"{each.what}: {each.words}" for each in diagnosis.findings if each.verdict == "wrong"]
     verdict = f"[red]{escape(wrong[0])}[/]" if wrong else "[green]healthy[/]"
     console.print(f"{diagnosis.ranks} ranks of {escape(diagnosis.device)}, {diagnosis.seconds:.0f} s: {verdict}")

@@ -1,4 +1,4 @@
-"""What `--dry-run` shows: what would run on how many ranks."""
+"""What `tightfit train --dry-run` prints: the run that would start, and on how many ranks."""
 
 from collections.abc import Iterator
 
@@ -30,4 +30,4 @@ def _facts(found: DryRun) -> Iterator[tuple[str, str]]:
     yield "data", f"{store.tokens_total:,} tokens in {store.documents:,} documents, {rows:,} rows to train on"
     yield "step", f"{job.global_batch} rows of {job.data.sequence_length} tokens, {checked.workload.tokens:,} tokens"
     yield "checkpoints", f"{gib(found.checkpoint_bytes)} each in {job.output}"
-    yield "verdict", "nothing stands in its way; nothing was started"
+    yield "verdict", "all checks passed; nothing was started"

@@ -1,4 +1,4 @@
-"""Foreign text inside rich markup: neither its brackets nor its control characters mean anything."""
+"""Untrusted text inside rich markup: its brackets are not markup, and its control characters are made visible."""
 
 from rich import markup
 
@@ -6,5 +6,5 @@ from tightfit.printable import printable
 
 
 def escape(text: str) -> str:
-    """`text` as it may stand in markup that is printed."""
+    """`text` escaped for use in rich markup."""
     return markup.escape(printable(text))

@@ -2,7 +2,7 @@
 
 DeepSpeed's estimator counts model states (weights, gradients, optimizer) and one layer's gathered parameters, without
 activations, logits or buffers. accelerate's counts one process's weights, gradients and Adam states for a whole model,
-without sharding. Both are computed by their own functions; where one is not installed, the note says so.
+without sharding. Both numbers come from the packages' own functions; if one is not installed, the note says so.
 """
 
 import os
@@ -28,7 +28,7 @@ class Estimate:
 
 
 def estimates(plan: Plan) -> list[Estimate]:
-    """Ours first, then theirs."""
+    """Estimates of tightfit, DeepSpeed and accelerate, in this order."""
     ours = Estimate("tightfit", plan.gpu_peak_bytes, plan.host_peak_bytes, "everything on the card")
     return [ours, _deepspeed(plan), _accelerate(plan)]
 

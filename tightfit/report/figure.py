@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg")
 GIB = 2**30
 SOFTWARE = "drawn by tightfit"
-"""Who made it, in the picture's own words: by these a picture of ours is known."""
+"""Written into the picture's metadata, by which our own pictures are recognised."""
 CARD_COLOR = "#d1495b"
 
 
@@ -63,7 +63,7 @@ def _write(figure: "Figure", path: Path) -> None:
 
 
 def words(figure: "Figure") -> list[str]:
-    """All text of a figure, for who cannot see it."""
+    """All visible text of a figure, for its description (alternative text)."""
     from matplotlib.text import Text
 
     found: list[Text] = figure.findobj(Text)

@@ -15,15 +15,15 @@ MEASURED_STEPS = 2
 
 
 def print_fit(fitted: Fitted, *, as_json: bool) -> None:
-    """A few lines; with JSON output they go to stderr."""
+    """Print the lines about the fit; to stderr where stdout has JSON."""
     for line in fitted.said:
         print(printable(line), file=sys.stderr if as_json else sys.stdout)
 
 
 def print_fit_beside_run(fitted: Fitted, *, as_json: bool) -> None:
-    """The plan's ledger against that of a few more measured steps, line by line.
+    """Print the plan's ledger beside that of MEASURED_STEPS further steps, line by line.
 
-    Measuring slows steps, so those of the run itself are not measured; further steps take the same memory.
+    Measuring slows steps, so the run's own steps are not measured; further steps take the same memory.
     """
     found, comparison = fit_beside_run(fitted)
     if found.rank or as_json:  # one JSON object has been printed; the ledger is in the run's directory
@@ -35,7 +35,7 @@ def print_fit_beside_run(fitted: Fitted, *, as_json: bool) -> None:
 
 
 def fit_beside_run(fitted: Fitted) -> tuple[MeasuredRun, Comparison]:
-    """Measure, save the ledger with the run, and compare."""
+    """Measure further steps, save their ledger in the run's directory, and compare it with the plan's."""
     assert fitted.plan is not None
     gc.collect()  # the run's model has reference cycles
     if torch.cuda.is_available():

@@ -40,7 +40,7 @@ def print_measured(found: "MeasuredRun", file: Path, picture: Path, *, as_json: 
 
 
 def _console() -> Console:
-    """A console wide enough for one column per phase where the output is no terminal."""
+    """A console; if the output is no terminal, wide enough for one column per phase."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=max(console.width, WIDTH))
 

@@ -1,4 +1,4 @@
-"""What a served model did under load, beside what was predicted: a table, or one object."""
+"""Latency and throughput of a served model under load, measured and predicted: a table, or one JSON object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,7 +22,7 @@ def print_load(
     as_json: bool,
     peers: "Mapping[str, Sequence[PeerRow]] | None" = None,
 ) -> None:
-    """A row for each number of requests at a time; `peers` are what others took for the same, by name."""
+    """Print a row for each number of concurrent requests; `peers` are the times of other engines, by name."""
     if as_json:
         told = {"model": model, "rows": [asdict(row) for row in rows]}
         return print_json(told | {name: [asdict(row) for row in theirs] for name, theirs in (peers or {}).items()})

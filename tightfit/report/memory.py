@@ -2,8 +2,8 @@
 
 A bar is the peak of a training step (formulas/training.py), allocated bytes. Steps have several micro-batches, so that
 gradients are held throughout. Optimizer states include the master weights; activations include logits and everything
-else that is not a state. The `classic` layer saves what the original GPT layer did (formulas/gpt.py), attention scores
-included, instead of what ours saves.
+else that is not a state. The `classic` layer counts what the original GPT layer saves for backward (formulas/gpt.py),
+attention scores included, instead of what our layer saves.
 """
 
 from collections.abc import Sequence
@@ -142,11 +142,11 @@ def _draw(
         figure,
         axes,
     ):
-        for at, (name, bars) in zip(axes[0], bars_by_panel.items(), strict=True):
+        for panel, (name, bars) in zip(axes[0], bars_by_panel.items(), strict=True):
             tallest = highest if share_scale else max(one.bytes for one in bars)
             top = 1.1 * max(tallest, *lines, 1) / GIB
-            _draw_bars(at, name, bars, cards, top)
-            at.set_ylim(0, top)
+            _draw_bars(panel, name, bars, cards, top)
+            panel.set_ylim(0, top)
         axes[0][0].set_ylabel("GiB on a GPU at the fullest moment")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
@@ -154,16 +154,16 @@ def _draw(
 
 
 def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card], highest: float) -> None:
-    """`highest` is the end of the axis."""
+    """Draw one panel; `highest` (GiB) is the end of its axis."""
     labels, bottoms = [one.label for one in bars], [0.0] * len(bars)
     for group, color in COLORS.items():
         heights = [one.parts[group] / GIB for one in bars]
         axes.bar(labels, heights, bottom=bottoms, color=color, label=group, width=0.72)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    for at, height in enumerate(bottoms):
+    for index, height in enumerate(bottoms):
         label = axes.annotate(
             f"{height:,.0f}",
-            (at, _clear_of(height, [card.bytes / GIB for card in cards], highest)),
+            (index, _clear_of(height, [card.bytes / GIB for card in cards], highest)),
             xytext=(0, 2),
             textcoords="offset points",
             ha="center",
@@ -179,6 +179,6 @@ def _draw_bars(axes: "Axes", name: str, bars: list[Bar], cards: Sequence[Card], 
 
 
 def _clear_of(height: float, lines: Sequence[float], highest: float) -> float:
-    """Where the label of a bar stands: on the bar, or on a card's line that would pass through it."""
+    """Height of a bar's label: on top of the bar, or on a card's line that would otherwise cross the label."""
     room = LABEL_SHARE * highest
     return max([height, *(line for line in lines if height <= line < height + room)])

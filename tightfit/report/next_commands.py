@@ -1,4 +1,4 @@
-"""Commands for a run that has just ended, which hold for it: its data, and its conversations."""
+"""Commands to try after a run, made for it: with its directory, its data, and `--chat` after training on chats."""
 
 import shlex
 from pathlib import Path
@@ -13,12 +13,12 @@ QUESTION, BEGINNING, CODE = "Who are you?", "The ", "import "
 
 
 def next_commands(result: RunResult, job: Job) -> list[str]:
-    """To go on with a run that was stopped; else to sample and evaluate what it made, and to give that to others."""
+    """Resume a run that was stopped; else sample, evaluate and export its model."""
     run = shlex.quote(near(result.run))
     if result.step < result.steps and not result.stopped_early:
         return [f"tightfit train {run} --resume"]
     exported = f"tightfit export {run} my-model        # a Hugging Face directory"
-    if job.quantize.bits is not None and (result.run / FOLDER).is_dir():  # checkpoints are not rounded
+    if job.quantize.bits is not None and (result.run / FOLDER).is_dir():  # checkpoints are not quantized
         run = shlex.quote(near(result.run / FOLDER))
         exported = f"tightfit serve {run}        # also a directory for other programs"
     chat = " --chat" if job.objective == "sft" else ""
@@ -37,7 +37,7 @@ def _prompt(job: Job) -> str:
 
 
 def _evaluated(job: Job) -> str:
-    """Text that is there: what is held out where that is files, else what was trained on."""
+    """Text to evaluate on: held-out files if the job names some, else the training data."""
     if job.data.train == [STANDARD_LIBRARY]:
         return README if Path(README).is_file() else STANDARD_LIBRARY
     names = job.data.held_out if isinstance(job.data.held_out, list) and job.data.held_out else job.data.train
@@ -45,5 +45,5 @@ def _evaluated(job: Job) -> str:
 
 
 def near(path: Path) -> str:
-    """As short as the working directory allows."""
+    """`path` relative to the working directory if it is inside, else as it is."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -12,7 +12,7 @@ BAR_CELLS = 40
 
 
 def print_shortage(found: Shortage, console: Console | None = None) -> None:
-    """One screen, to the error stream."""
+    """Print one screen to stderr."""
     console = console or Console(highlight=False, stderr=True)
     title = f"[bold red]Out of GPU memory[/bold red] in step {found.step}, {found.phase}"
     body = Group(_what(found), "", _held(found), "", *_ways(found), "", f"[bold]{escape(_capital(found.safe))}.[/bold]")
@@ -22,7 +22,7 @@ def print_shortage(found: Shortage, console: Console | None = None) -> None:
 def _what(found: Shortage) -> str:
     where = " in ".join(escape(part) for part in (found.operation, found.module) if part)
     return (
-        f"A tensor of [bold]{gib(found.wanted_bytes)}[/bold] was asked for by {where or 'an operation'};\n"
+        f"A tensor of [bold]{gib(found.wanted_bytes)}[/bold] was requested by {where or 'an operation'};\n"
         f"[bold]{gib(found.missing_bytes)}[/bold] of that were missing."
     )
 

@@ -1,7 +1,7 @@
-"""Pictures of pipeline schedules, simulated or recorded: which rank works on which micro-batch when, and who is idle.
+"""Pictures of pipeline schedules, simulated or recorded: which rank runs which micro-batch when, and when it is idle.
 
-A run on a pipeline records what its ranks did in one step (train/pipeline_record.py); that is drawn the same way, with
-the measured idle time beside what the formula says.
+A run on a pipeline records what its ranks did in one step (train/pipeline_record.py); the record is drawn in the same
+way, with the measured idle share beside the formula's.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 NARROWEST_NUMBER = 0.008
-"""Of the whole width: a narrower task has no room for its number."""
+"""Share of the picture's width; a narrower task has no room for its number."""
 COLORS: dict[Work, str] = {"forward": "#9db8d9", "backward": "#4c9f70", "input": "#4c9f70", "weights": "#e0a458"}
 LEGEND: dict[Work, str] = {
     "forward": "forward",
@@ -40,16 +40,16 @@ LEGEND: dict[Work, str] = {
 def draw_pipeline(
     schedules: list[PipelineSchedule], ranks: int, batches: int, path: Path, *, pieces: int = 2
 ) -> dict[str, float]:
-    """A panel per schedule; returns the share of time that ranks are idle."""
+    """Draw a panel per schedule; returns the idle share of each."""
     tasks = {schedule: simulate_schedule(schedule, ranks, batches, pieces) for schedule in schedules}
     if not tasks:
         raise UserError("no schedule to draw; give at least one --schedule")
-    idle = {schedule: idle_share(those, ranks) for schedule, those in tasks.items()}
+    idle = {schedule: idle_share(own, ranks) for schedule, own in tasks.items()}
     height = (0.3 * ranks + 0.7) * len(tasks) + 1.0
     with panels(path, len(tasks), 1, width=11, height=height, sharex=True) as (figure, axes):
-        for at, (schedule, those) in zip(axes[:, 0], tasks.items(), strict=True):
-            _draw_tasks(at, those, ranks, numbered=max(timed.end for timed in those) <= 80)
-            at.set_title(f"{schedule}: ranks wait {idle[schedule]:.1%} of the time", fontsize=10)
+        for panel, (schedule, own) in zip(axes[:, 0], tasks.items(), strict=True):
+            _draw_tasks(panel, own, ranks, numbered=max(timed.end for timed in own) <= 80)
+            panel.set_title(f"{schedule}: ranks wait {idle[schedule]:.1%} of the time", fontsize=10)
         axes[-1, 0].set_xlabel("time, in forward passes of one micro-batch through one rank")
         figure.suptitle(f"{ranks} pipeline ranks, {batches} micro-batches; white is waiting")
         figure.legend(handles=_legend(), loc="outside lower center", ncols=len(LEGEND), frameon=False)
@@ -57,7 +57,7 @@ def draw_pipeline(
 
 
 class Record(NamedTuple):
-    """What the ranks of a pipeline did in one step of a run, or in several."""
+    """The recorded tasks of a pipeline's ranks in one step of a run, or in several."""
 
     schedule: PipelineSchedule
     ranks: int
@@ -68,18 +68,18 @@ class Record(NamedTuple):
 
     @property
     def waited(self) -> float:
-        """Share of the ranks' time, from the first start to the last end, in which they did nothing."""
+        """Measured idle share of the ranks' time, from the first start to the last end."""
         return idle_share(self.tasks, self.ranks)
 
     @property
     def formula(self) -> float:
-        """The bubble of equal stages: (K−1)/(K−1+vM), M being of all steps that have no flush between them."""
+        """The bubble of equal stages: (K−1)/(K−1+vM), M counting the micro-batches of all steps between two flushes."""
         steps = self.steps if self.schedule == UNFLUSHED else 1
         return bubble_share(self.ranks, steps * self.micro_batches, self.pieces)
 
 
 def read_record(run: Path) -> Record:
-    """The recorded step of the run in directory `run`."""
+    """The record of the run in directory `run`, or of the file `run`."""
     path = run / "pipeline.json" if run.is_dir() else run
     remedy = "train three steps or more with layout.pipeline above 1"
     data = read_json(path, LARGEST_RECORD_BYTES, "the record of a pipeline", remedy=remedy)
@@ -113,20 +113,20 @@ def record_of(data: dict[str, Any]) -> Record:
 
 
 def draw_record(record: Record, path: Path) -> None:
-    """One recorded step, in seconds."""
+    """Draw one recorded step, in seconds."""
     draw_records([record], path)
 
 
 def draw_records(records: Sequence[Record], path: Path) -> None:
-    """Recorded steps of the same ranks and micro-batches, a panel each, in seconds."""
+    """Draw recorded steps of the same ranks and micro-batches, a panel each, in seconds."""
     ranks, batches, steps = records[0].ranks, records[0].micro_batches, records[0].steps
     told_steps = f"{steps} steps of " if steps > 1 else ""
     height = (0.3 * ranks + 0.7) * len(records) + 1.0
     with panels(path, len(records), 1, width=11, height=height, sharex=True) as (figure, axes):
-        for at, record in zip(axes[:, 0], records, strict=True):
-            _draw_tasks(at, record.tasks, ranks, numbered=len(record.tasks) <= 80 * ranks)
+        for panel, record in zip(axes[:, 0], records, strict=True):
+            _draw_tasks(panel, record.tasks, ranks, numbered=len(record.tasks) <= 80 * ranks)
             told = f"ranks waited {record.waited:.1%} of the time; the formula says {record.formula:.1%}"
-            at.set_title(f"{record.schedule}: {told}", fontsize=10)
+            panel.set_title(f"{record.schedule}: {told}", fontsize=10)
         axes[-1, 0].set_xlabel("seconds")
         figure.suptitle(
             f"{ranks} pipeline ranks, {told_steps}{batches} micro-batches (the numbers), as recorded\n"

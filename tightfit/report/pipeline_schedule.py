@@ -1,12 +1,12 @@
-"""Simulated pipeline schedules: which rank works on which micro-batch when, and how long ranks are idle.
+"""Simulated pipeline schedules: which rank runs which micro-batch when, and how long ranks are idle.
 
 Every rank has its tasks in a fixed order (GPipe, Huang et al. 2019; 1F1B and interleaved, Narayanan et al. 2021) and
 starts the next one as soon as its inputs are there; a forward takes 1, a backward 2. Zero-bubble (ZB-H1, Qi et al.
-2023) splits backward into the gradient of the input, which other ranks wait for, and of the weights, which nobody waits
-for: a rank goes on as under 1F1B where it can and fills idle time with weight gradients, holding at most as many
+2023) splits backward into the gradient of the input, which other ranks wait for, and of the weights, which no rank
+waits for: a rank follows 1F1B where it can and fills idle time with weight gradients, holding at most as many
 micro-batches as there are ranks. ZB-V (Qi et al. 2024) has two stages a rank, in a V: the first rank has the first and
-the last, so that the first micro-batch turns round at the end of the ranks and all of them fill up together. 2BW
-(PipeDream-2BW, Narayanan et al. 2021) is 1F1B that goes on over the ends of steps: here so many of them in a row.
+the last stage, so that the first micro-batch turns round at the last rank and all ranks fill up together. 2BW
+(PipeDream-2BW, Narayanan et al. 2021) is 1F1B without a flush at the end of a step: here STEPS_IN_FLOW steps in a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from tightfit.jobs.layout import PipelineSchedule
 Work = Literal["forward", "backward", "input", "weights"]
 DURATIONS: dict[Work, int] = {"forward": 1, "backward": 2, "input": 1, "weights": 1}
 SCHEDULES: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v")
-"""Those that are flushed after every step."""
+"""Schedules that are flushed after every step."""
 UNFLUSHED: PipelineSchedule = "2bw"
 STEPS_IN_FLOW = 3
 LARGEST = 64
@@ -93,9 +93,10 @@ def _order(schedule: PipelineSchedule, rank: int, ranks: int, batches: int, stag
 
 
 def _v_order(rank: int, ranks: int, batches: int) -> list[Task]:
-    """A rank fills with 2 K pieces, then each forward is followed by a whole backward; at the end inputs go first.
+    """ZB-V: a rank fills with 2 K pieces, then each forward is followed by a whole backward; at the end gradients of
+    inputs go first.
 
-    As torch runs it; of fewer than 2 K − 1 micro-batches, those that are missing are left out.
+    The order is torch's; with fewer than 2 K − 1 micro-batches, tasks of the missing ones are left out by the caller.
     """
     down, up = rank, 2 * ranks - 1 - rank
     batches = max(batches, 2 * ranks - 1)
@@ -121,7 +122,7 @@ def _v_order(rank: int, ranks: int, batches: int) -> list[Task]:
 
 
 def _task(work: Work, step: int, rank: int, ranks: int, stages: int) -> Task:
-    """The `step`-th forward or backward of a rank: its stages take turns, `ranks` micro-batches each."""
+    """The `step`-th forward or backward of a rank: its stages alternate, `ranks` micro-batches each."""
     turn = step // ranks % stages
     stage = turn if work == "forward" else stages - 1 - turn
     batch = step if stages == 1 else step // (ranks * stages) * ranks + step % ranks
@@ -131,17 +132,17 @@ def _task(work: Work, step: int, rank: int, ranks: int, stages: int) -> Task:
 def _run_orders(orders: list[list[Task]], ranks: int, stages: int) -> Iterator[TimedTask]:
     """Each rank starts its next task as soon as the tasks it depends on have ended."""
     ended: dict[Task, int] = {}
-    at, free = [0] * ranks, [0] * ranks
-    while any(at[rank] < len(orders[rank]) for rank in range(ranks)):
+    started, free = [0] * ranks, [0] * ranks
+    while any(started[rank] < len(orders[rank]) for rank in range(ranks)):
         for rank in range(ranks):
-            while at[rank] < len(orders[rank]):
-                task = orders[rank][at[rank]]
+            while started[rank] < len(orders[rank]):
+                task = orders[rank][started[rank]]
                 ready = _ready(task, ended, stages)
                 if ready is None:
                     break
                 start = max(ready, free[rank])
                 free[rank] = ended[task] = start + DURATIONS[task.work]
-                at[rank] += 1
+                started[rank] += 1
                 yield TimedTask(rank, task, start, free[rank])
 
 
@@ -164,7 +165,7 @@ def _needs(task: Task, stages: int) -> Iterator[Task]:
 
 
 def _zero_bubble(ranks: int, batches: int) -> Iterator[TimedTask]:
-    """One unit of time after another, every rank's next task."""
+    """ZB-H1: per unit of time, the task that each rank runs."""
     ended: dict[Task, int] = {}
     done = [{"forward": 0, "input": 0, "weights": 0} for _ in range(ranks)]
     now = 0
@@ -193,6 +194,6 @@ def _next(rank: int, counts: dict[str, int], ended: dict[Task, int], now: int, r
 
 
 def _is_full(rank: int, counts: dict[str, int], ranks: int) -> bool:
-    """Whether another forward would exceed what 1F1B has in flight on this rank, or what the first rank holds."""
+    """Whether another forward would exceed the micro-batches that 1F1B has in flight here, or that rank 0 holds."""
     under_way, held = counts["forward"] - counts["input"], counts["forward"] - counts["weights"]
     return under_way >= ranks - rank or held >= ranks

@@ -19,9 +19,9 @@ from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
 BAR_CELLS = 50
-"""With two indents and `123.45 GiB of 123.45 GiB` it fits 80 columns."""
+"""Width of the bar: with two indents and `123.45 GiB of 123.45 GiB` it fits 80 columns."""
 LONGEST_LINE = 46
-"""Of one component, behind its name and size."""
+"""The longest bar of one component, after its name and size."""
 COLOURS: dict[Component, str] = {
     "weights": "blue",
     "master weights": "cyan",
@@ -38,7 +38,7 @@ COLOURS: dict[Component, str] = {
 
 
 def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], said: list[str]) -> None:
-    """The whole answer; `extra` goes into the JSON object, `said` are lines about files written."""
+    """Print the whole answer; `extra` goes into the JSON object, `said` are lines about files written."""
     if as_json:
         return print_json({**answer.to_json(), **extra})
     console = Console(highlight=False)
@@ -177,7 +177,7 @@ def _seconds(seconds: float) -> str:
 
 
 def print_serving(serving: Serving, *, as_json: bool) -> None:
-    """Whether a card serves the model, and its speed limit."""
+    """Print whether the model fits a card for serving, and its predicted and highest possible speed."""
     if as_json:
         return print_json(serving.to_json())
     console = Console(highlight=False)
@@ -202,7 +202,7 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
 
 
 def print_batches(batches: list[Batch], *, as_json: bool) -> None:
-    """Every way to work through a global batch, and a word where it is unusual."""
+    """Print every micro-batch × accumulation × ranks of a global batch, and a warning where its size is unusual."""
     first = batches[0]
     sentence = warning(first.tokens, first.ranks)
     if as_json:
@@ -240,7 +240,7 @@ def print_catalog(*, as_json: bool) -> None:
 
 
 def _measured(entry: Calibration) -> str:
-    """What `tightfit calibrate` kept of one device."""
+    """One line with the rates that `tightfit calibrate` measured on a device."""
     products = ", ".join(f"{name} {rate:,.3g}" for name, rate in entry.products_tflop_s.items())
     return (
         f"measured on {entry.device} on {entry.date}: products {products} TFLOP/s, "

@@ -18,7 +18,7 @@ from tightfit.train.loop import RunResult
 
 
 def print_result(result: RunResult, job: Job, *, as_json: bool, prediction: Prediction | None = None) -> None:
-    """Draw the loss curve and print the summary, with what was predicted where the run was planned."""
+    """Draw the loss curve and print the summary, with the plan's prediction where the run followed a plan."""
     picture = _loss_curve(result.run)
     if as_json:
         planned = {"prediction": prediction.to_json()} if prediction is not None else {}
@@ -35,7 +35,7 @@ def print_result(result: RunResult, job: Job, *, as_json: bool, prediction: Pred
 
 
 def _loss_curve(run: Path) -> Path | None:
-    """The picture; where it cannot be written, a warning: the run itself has ended well."""
+    """Draw the picture; if it cannot be written, only warn: the run itself has ended well."""
     try:
         return draw_loss_curve(run)
     except OSError as error:
@@ -70,7 +70,7 @@ def _experts(result: RunResult) -> Iterator[tuple[str, str]]:
 
 
 def _speed(result: RunResult) -> str:
-    """Of steady steps; the warm-up is told apart."""
+    """Speed after the warm-up, whose steps and seconds are given separately."""
     said = f"{result.tokens_per_second:,.0f} tokens/s over {result.train_seconds:.0f} s of training"
     if result.warmup_steps:
         said += f", of which the first {result.warmup_steps} steps took {result.warmup_seconds:.1f} s to warm up"

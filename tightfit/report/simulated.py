@@ -18,7 +18,7 @@ from tightfit.report.timeline import Timeline, of_simulation
 def simulate_timeline(
     spec: ModelSpec, pins: Pins, *, sequence_length: int, precision: PrecisionName, global_batch: int | None = None
 ) -> Timeline:
-    """The second step of `spec` under the layout and levers that `pins` say; one row a micro-batch unless they do."""
+    """The second step of `spec` under the layout and levers in `pins`; micro-batches have one row by default."""
     try:
         layout = Layout.model_validate({"micro_batch": 1, **pins.layout})
         levers = Levers.model_validate(pins.levers)

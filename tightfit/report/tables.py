@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output; what is not finite, which JSON has no number for, is null."""
+    """Print one JSON document to stdout; NaN and infinity, which JSON lacks, are null."""
     print(printable_json(json.dumps(finite(value), indent=2, default=str, ensure_ascii=False, allow_nan=False)))
 
 
 def finite(value: Any) -> Any:
-    """`value` with null for numbers that are not finite, through lists and mappings."""
+    """`value` with None for numbers that are not finite, also inside lists and mappings."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ def gib(count: float) -> str:
 
 
 def count_name(count: float) -> str:
-    """A count as people say it: 8.03B, 135M, 4.2k."""
+    """A count in short form: 8.03B, 135M, 4.2k."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g}{letter}"
@@ -106,7 +106,7 @@ def print_model(name: str, spec: ModelSpec, *, as_json: bool) -> None:
 
 
 def print_evaluation(result: "Evaluation", *, as_json: bool) -> None:
-    """Loss, perplexity and how many tokens they are over."""
+    """Print loss, perplexity and the number of tokens evaluated."""
     facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
     if as_json:
         return print_json(facts)
@@ -126,7 +126,7 @@ def print_export(result: "Export", *, as_json: bool) -> None:
 
 
 def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: bool) -> None:
-    """Continuations as they are made, or all of them as JSON."""
+    """Stream continuations, or print all of them as JSON."""
     if as_json:
         return print_json({"prompt": prompt, "continuations": ["".join(stream) for stream in streams]})
     for number, stream in enumerate(streams):

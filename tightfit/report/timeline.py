@@ -53,12 +53,12 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated at once."""
+        """The most bytes allocated at once."""
         return max(self.allocated_bytes, default=0)
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that was reserved at once."""
+        """The most bytes reserved at once."""
         return max(self.reserved_bytes, default=0)
 
     def phases(self) -> list[tuple[str, float, float]]:
@@ -83,7 +83,7 @@ class Timeline:
 
 
 def of_replay(replay: "Replay", part: slice, times_us: Sequence[float] | None = None) -> Timeline:
-    """The events `part` of a replay, by their time where it is known and else by their number, both from zero."""
+    """The events `part` of a replay; positions are times if `times_us` is given, else event numbers, both from zero."""
     first, last = part.start, min(part.stop, len(replay.allocated_bytes))
     if times_us is None:
         positions = [float(at) for at in range(last - first)]
@@ -111,7 +111,7 @@ def of_measurement(measuring: "Measuring") -> Timeline:
 
 
 def of_simulation(trace: "Trace") -> Timeline:
-    """The second step of a simulated run, which starts from what the first one left in the allocator."""
+    """The second step of a simulated run, which starts from the blocks that the first one left in the allocator."""
     replay = trace.replay(steps=2)
     found = of_replay(replay, slice(len(trace.events), len(replay.allocated_bytes)))
     if len(found.starts) > 1 and found.starts[0][1] not in BANDS:  # a step counts its tokens before it says "forward"
@@ -134,7 +134,8 @@ def draw_timelines(
 
 
 def _draw(axis: "Axes", name: str, full: Timeline, highest_bytes: int, measured_bytes: int | None) -> None:
-    """`highest_bytes` is that of all panels, which share a scale; a measured peak is marked at the curve's own."""
+    """Draw one panel. `highest_bytes` is that of all panels, which share a scale; a measured peak is marked at the
+    position of the curve's peak."""
     scale, unit = (2**30, "GiB") if highest_bytes >= 2**30 else (2**20, "MiB")
     line = full.thinned()
     held = [count / scale for count in line.allocated_bytes]

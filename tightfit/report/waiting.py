@@ -1,4 +1,4 @@
-"""A word to whoever waits: what takes more than a few seconds says so, on standard error, and for how long it has."""
+"""A message on stderr while work takes longer than a few seconds: what it is, and the seconds so far."""
 
 import sys
 import threading
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PATIENCE_S = 3.0
-"""What is done sooner says nothing."""
+"""Work that takes less prints nothing."""
 TICK_S = 1.0
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Around work that may take long: a line that counts seconds on a terminal, a single one elsewhere."""
+    """Context for work that may take long: a line that counts seconds on a terminal, a single line elsewhere."""
     done = threading.Event()
     teller = threading.Thread(target=_tell, args=(what, done), daemon=True)
     teller.start()

@@ -40,10 +40,8 @@ Fill = Callable[[Decoder], None]
 def unfilled(
     spec: ModelSpec, layout: Layout, precision: PrecisionName, device: torch.device, levers: Levers = NO_LEVERS
 ) -> Decoder:
-    """A decoder for `assemble` to fill: on the meta device where it will be sharded, else float32.
-
-    A model to be offloaded is made on the host.
-    """
+    """A decoder for `assemble` to fill: on the meta device where it will be sharded, else with float32 weights, which
+    are in host memory where states are offloaded."""
     if layout.zero == 0 and layout.tensor * layout.pipeline > 1:
         return blank_decoder(spec, "meta", torch.float32)
     if layout.zero == 0:
@@ -66,8 +64,8 @@ def assemble(
 ) -> tuple[nn.Module, MasterAdamW]:
     """The module to call for forward and backward, and the optimizer of its parameters (which are those of `model`).
 
-    `seed` is of stochastic rounding; pipeline stages are balanced for sequences of `length` tokens. With `quantize`
-    layers compute with rounded weights, and learned scales are the optimizer's too.
+    `seed` seeds stochastic rounding; pipeline stages are balanced for sequences of `length` tokens. With `quantize`
+    layers compute with fake-quantized weights, and the optimizer also updates the learned scales.
     """
     refuse_untrainable(Run(layout=layout, levers=levers, precision=precision, spec=model.spec, sequence_length=length))
     dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)

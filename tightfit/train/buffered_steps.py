@@ -1,10 +1,10 @@
-"""Steps of a pipeline that is not flushed between them (schedule 2bw): each is told when the next one has been taken.
+"""Steps of a pipeline that is not flushed between them (schedule 2bw): a step is reported while the next one runs.
 
-When a step's micro-batches have gone forward, some of them are still to go backward on all ranks but the last; they do
-while the next step's go forward. So `take` enters a step, and updates weights with the one before: its loss and its
-gradient norm, of which every rank has a part, are summed while the ranks compute and are known by then. All ranks clip
-by the same norm and stop at the same loss, as in step.py. `finish` lets the pipeline run empty: before evaluating,
-saving and at the end. What is computed does not depend on when that is done.
+When all micro-batches of a step have gone forward, every rank but the last still has some of them to run backward,
+which it does while the next step's micro-batches go forward. So `take` enters a step and updates weights with the
+gradients of the step before, whose loss and gradient norm (every rank has a part) were all-reduced meanwhile. All ranks
+clip by the same norm and stop at the same loss, as in step.py. `finish` flushes the pipeline: before evaluating,
+saving and at the end. The numbers do not depend on when the pipeline is flushed.
 """
 
 import math
@@ -33,12 +33,12 @@ from tightfit.train.step import (
 
 @dataclass
 class _EnteredStep:
-    """A step that the weights do not have the gradients of yet."""
+    """A step whose gradients have not been applied to the weights yet."""
 
     lr: float
     tokens: int | Tensor
     loss: Tensor
-    """This rank's part of it."""
+    """This rank's part of the step's mean loss."""
     gradients: list[Tensor | None] = field(default_factory=list)
     sums: Tensor | None = None
     """The loss and Σ g² over all processes, once `work` is done."""
@@ -55,7 +55,7 @@ class BufferedSteps:
     def take(
         self, batches: Sequence[Batch], device: torch.device, lr: float, on_phase: OnPhase, ranks: Ranks
     ) -> StepResult | None:
-        """Enter a step and update with the one before, which is told; None where the pipeline was empty.
+        """Enter a step, update with the step before and return its result; None where the pipeline was empty.
 
         Raises NotFiniteError on all ranks alike, before weights change.
         """
@@ -67,7 +67,7 @@ class BufferedSteps:
         return told
 
     def finish(self, on_phase: OnPhase, ranks: Ranks) -> StepResult | None:
-        """Let the pipeline run empty and update with the last step, which is told; None where it was empty."""
+        """Flush the pipeline, update with the last step and return its result; None where the pipeline was empty."""
         if self._before is None:
             return None
         self.model.drain(lambda: self._completed(ranks))
@@ -78,7 +78,7 @@ class BufferedSteps:
     def take_alone(
         self, batches: Sequence[Batch], device: torch.device, lr: float, on_phase: OnPhase, ranks: Ranks
     ) -> StepResult:
-        """A step between two flushes; the same numbers, with a bubble."""
+        """Take a step and flush: the same numbers, with a pipeline bubble."""
         before = self.take(batches, device, lr, on_phase, ranks)
         assert before is None, "the step before is told by `finish`"
         told = self.finish(on_phase, ranks)
@@ -86,7 +86,7 @@ class BufferedSteps:
         return told
 
     def _completed(self, ranks: Ranks) -> None:
-        """Put the gradients of the step before aside, and begin to sum its loss and norm."""
+        """Set the complete gradients of the step before aside, and start the all-reduce of its loss and Σ g²."""
         step, parameters = self._before, self.model.versions.parameters
         assert step is not None
         step.sums = loss_and_squares(step.loss, self.optimizer, ranks)
@@ -96,7 +96,7 @@ class BufferedSteps:
             parameter.grad = None
 
     def _update(self, on_phase: OnPhase) -> StepResult | None:
-        """The update with the step before, while gradients of the one after it are kept."""
+        """Update weights with the gradients of the step before; those of the step after it are put back afterwards."""
         step, parameters = self._before, self.model.versions.parameters
         if step is None:
             return None
@@ -113,7 +113,7 @@ class BufferedSteps:
 
 
 def _told(step: _EnteredStep) -> tuple[StepResult, Tensor]:
-    """What all ranks know of a step, and its norm on the device."""
+    """The step's result, equal on all ranks, and its gradient norm on the device."""
     assert step.work is not None, "its gradients are complete"
     assert step.sums is not None
     step.work.wait()

@@ -1,4 +1,4 @@
-"""Everything about a run that can be wrong, found out before anything is allocated or written.
+"""All checks of a run, made before anything is allocated or written.
 
 Order: the rules, the model's shape, the checkpoint that is resumed, tokenizer, data, room in host memory and on disk.
 The only thing that is written is the token cache. `tightfit train --dry-run` ends here; a run goes on with
@@ -36,7 +36,7 @@ from tightfit.train.trackers import require_trackers
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A job whose every part was found to be good, and what was found."""
+    """A job that passed all checks, with its shape, device, precision, tokenizer and data."""
 
     job: Job
     checkpoint: Path | None
@@ -48,16 +48,16 @@ class CheckedRun:
     data: RunData
     total_steps: int
     facts: dict[str, Any]
-    """What a resumed run must find again."""
+    """Must be the same when the run is resumed: precision, rows, fingerprints of data, base model and teacher."""
 
     @property
     def workload(self) -> Workload:
-        """The shape of a step."""
+        """What a plan needs to know of the job."""
         return Workload.of_job(self.job, self.spec, self.precision, teacher_spec(self.job))
 
     @property
     def first_step(self) -> int:
-        """Steps that have been made already."""
+        """Steps already taken, those of the checkpoint."""
         return 0 if self.position is None else self.position.step
 
     @property
@@ -77,9 +77,9 @@ def check_run(
     saves: bool = True,
     replaces: bool = False,
 ) -> CheckedRun:
-    """All that `job` needs to begin, or to go on from `checkpoint`; every rank calls this.
+    """Check all that `job` needs to begin, or to resume from `checkpoint`; every rank calls this.
 
-    `saves` says that checkpoints will be written, `replaces` that an older run gives way after the first of them.
+    `saves`: checkpoints will be written. `replaces`: the first of them replaces an older run in the output.
     """
     if sentence := job.refusal():
         raise UserError(sentence)
@@ -125,7 +125,7 @@ def _refuse_missing_packages(job: Job, checkpoint: Path | None, device: torch.de
 def _found(
     job: Job, checkpoint: Path | None, say: Say, show_bars: bool, ranks: Ranks
 ) -> tuple[ModelSpec, Tokenizer, RunData]:
-    """The model's shape, the tokenizer and the data, which fit each other, the layout and the checkpoint."""
+    """The model's shape, the tokenizer and the data, checked against each other, the layout and the checkpoint."""
     spec = _spec(job, checkpoint)
     with ranks.main_process_first():  # the others then find tokenizer and tokens in the cache
         tokenizer = load_tokenizer(checkpoint) if checkpoint is not None else find_tokenizer(job, say, show_bars)
@@ -141,7 +141,7 @@ def _found(
 
 
 def _refuse_shortages(checked: CheckedRun, *, saves: bool, replaces: bool) -> None:
-    """Of host memory, and of room on disk for what will be saved."""
+    """Refuse a run for which host memory, or the disk for its checkpoints, is too small."""
     job = checked.job
     ranks_here = _ranks_here(job.layout, checked.device)
     refuse_host_shortage(checked.workload, job.layout, job.levers, ranks_here)
@@ -160,7 +160,7 @@ def _refuse_shortages(checked: CheckedRun, *, saves: bool, replaces: bool) -> No
 
 
 def _precision(job: Job, position: Position | None, device: torch.device) -> PrecisionName:
-    """That of the job; `auto` goes on with what a checkpoint was made in."""
+    """The job's precision; `auto` keeps that of the checkpoint that is resumed."""
     if job.precision == "auto" and position is not None and "precision" in position.facts:
         found: PrecisionName = position.facts["precision"]
         return found
@@ -168,7 +168,7 @@ def _precision(job: Job, position: Position | None, device: torch.device) -> Pre
 
 
 def _refuse_split(spec: ModelSpec, job: Job) -> None:
-    """A sentence where the layout cannot divide this model."""
+    """Refuse a layout that cannot divide this model."""
     if sentence := job.refusal(spec):
         raise UserError(sentence)
 
@@ -209,7 +209,7 @@ def _refuse_passed(position: Position | None, checkpoint: Path | None, total: in
 def _refuse_other_facts(
     job: Job, facts: dict[str, Any], position: Position | None, checkpoint: Path | None, ranks: Ranks
 ) -> None:
-    """All ranks must have the same job and data, and a resumed run those of its checkpoint."""
+    """Refuse ranks with different jobs or data, and a resumed run whose facts differ from its checkpoint's."""
     own = job.model_dump(mode="json"), facts
     if ranks.max(int(ranks.broadcast(own) != own)):
         raise UserError(
@@ -227,11 +227,11 @@ def _refuse_other_facts(
 
 
 OWNERS = {"base": "model", "teacher": "teacher"}
-"""What a user has to bring back where a fact of this name has changed."""
+"""Fact → what the user must resume with where it has changed; of other facts the data."""
 
 
 def _is_unknown(name: str, position: Position) -> bool:
-    """Whether the checkpoint has a teacher and says nothing of it, as those of before the fact was kept."""
+    """Whether the checkpoint's job has a teacher but no digest of it, as checkpoints of older versions do."""
     return name == "teacher" and name not in position.facts and bool(_look_up(position.job, "distill.teacher"))
 
 
@@ -239,7 +239,7 @@ def _spec(job: Job, checkpoint: Path | None) -> ModelSpec:
     """The model's shape with the job's changes, if it can take the job's rows."""
     source = job.model.source
     if checkpoint is not None and Path(source).is_absolute() and not Path(source).exists():
-        # What the run began with has gone, and is not needed any more.
+        # The directory that the run began from is gone, and not needed: the checkpoint has the shape.
         return job.experts.applied(resolve_spec(str(checkpoint)))
     spec = source_spec(source)
     if wants_weights(job) and job.model.shape:
@@ -262,7 +262,7 @@ def wants_weights(job: Job) -> bool:
 
 
 def _base_digest(job: Job) -> str:
-    """Of the model under adapters, which must be there for others to load them."""
+    """Digest of the base model's weights, without which saved adapters cannot be loaded."""
     if not wants_weights(job):
         raise UserError(
             f"adapter.rank trains on top of a model's weights, but the run would begin {job.model.source} at random; "
@@ -281,7 +281,7 @@ def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSp
 
 
 def refuse_other_shape(checkpoint: Path, spec: ModelSpec) -> None:
-    """A sentence where the job's model is not the checkpoint's."""
+    """Refuse a checkpoint whose model has another shape than the job's."""
     saved, spec = resolve_spec(str(checkpoint)), AS_SAVED.applied(spec)
     if saved != spec:
         name = next(n for n in spec.__dataclass_fields__ if getattr(saved, n) != getattr(spec, n))
@@ -293,9 +293,9 @@ FIXED_FIELDS = (
     *("tokenizer.vocab_size", "tokenizer.train_bytes", "objective", "global_batch", "seed", "data.field"),
     *("data.sequence_length", "data.separate_documents", "data.pack"),
 )
-"""What a resumed run may not change; schedule, learning rate, steps, batching of memory and reporting it may.
+"""Fields that a resumed run may not change; schedule, learning rate, steps, micro-batch and reporting may change.
 
-Where files lie is not among it: the model's shape, the data's tokens and the precision are compared by themselves.
+Paths may change too: the model's shape, the data's tokens and the precision are compared directly.
 """
 
 

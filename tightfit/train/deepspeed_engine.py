@@ -1,17 +1,18 @@
 """`engine: deepspeed`: the same job through DeepSpeed's ZeRO-1, 2 or 3, with the JSON that the planner exports.
 
-Model, rows, loss, learning rate, evaluation and checkpoints are ours; weights between uses, reductions, clipping and
+Model, rows, loss, learning rate, evaluation and checkpoints are ours; sharded weights, gradient reduction, clipping and
 the update are DeepSpeed's. The loss is divided by the counted tokens of the whole step, so gradients must be summed
-over ranks and micro-batches; DeepSpeed averages over ranks, so the loss is multiplied by their number before backward.
+over ranks and micro-batches; DeepSpeed averages over ranks, so the loss is multiplied by the rank count before
+backward.
 
-Under ZeRO-3 DeepSpeed gathers weights where a module's forward is called. Our layers read weights of their children
-directly (fused MLPs, tiles, recomputation), so each layer is made a leaf that is gathered whole; so is the head, for as
-long as the model runs, because the fused loss reads its weight. What is passed between hooks must be tensors and
-tuples, hence `Objective` around the decoder.
+Under ZeRO-3 DeepSpeed all-gathers weights where a module's forward is called. Our layers read weights of their children
+directly (fused MLPs, tiles, recomputation), so each layer is made a leaf module that is gathered whole; the head stays
+gathered for as long as the model runs, because the fused loss reads its weight. DeepSpeed's hooks see only tensors and
+tuples of a module's result, hence `Objective` around the decoder.
 
 Limits: every process first holds the whole model in float32 in host memory. In mixed precision DeepSpeed makes its
-masters from weights that are rounded already, so a run that starts at random differs from ours by that rounding. Runs
-are not resumed by it, but its checkpoints are complete: our engine goes on from them.
+masters from weights already rounded to 16 bits, so a run that starts at random differs from ours by that rounding.
+DeepSpeed does not resume runs, but its checkpoints are complete: our engine resumes from them.
 Source: Rajbhandari et al. 2020 (ZeRO), Ren et al. 2021 (ZeRO-Offload); behaviour of DeepSpeed 0.19.
 """
 
@@ -49,7 +50,7 @@ Fill = Callable[[Decoder], None]
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package, imported when a job asks for it; it reads what it runs on from the environment alone."""
+    """Import the deepspeed package, which learns its accelerator and local rank from the environment alone."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try:
@@ -57,14 +58,14 @@ def load_deepspeed(device: torch.device) -> Any:
     except ImportError:
         raise UserError(f"engine is deepspeed, which is not installed; run `{INSTALL}`") from None
     for handler in logging.getLogger("DeepSpeed").handlers:
-        handler.setLevel(logging.ERROR)  # it would print between our own lines, to stdout
+        handler.setLevel(logging.ERROR)  # DeepSpeed would print between our own lines, to stdout
     warnings.filterwarnings("ignore", r"`torch.distributed\.\w+` is deprecated", FutureWarning)
-    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # gloo does without, where it would be compiled for minutes
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # takes minutes to compile, and gloo needs it not
     return deepspeed
 
 
 def refuse_what_deepspeed_cannot(job: Job, checkpoint: Path | None, device: torch.device) -> None:
-    """Before anything slow: the package must be there, and a run is started by it, not resumed."""
+    """Refuse sharded saving, resuming and a missing package, before anything slow."""
     if job.saving.sharded:
         raise UserError(
             "saving.sharded is true, but engine deepspeed holds weights and states in its own way; set it to false"
@@ -79,7 +80,7 @@ def refuse_what_deepspeed_cannot(job: Job, checkpoint: Path | None, device: torc
 def deepspeed_assembled(
     job: Job, spec: ModelSpec, device: torch.device, precision: PrecisionName, fill: Fill
 ) -> tuple[Decoder, nn.Module, MasterAdamW]:
-    """The decoder, what to call for its loss, and an optimizer that leaves all to DeepSpeed."""
+    """The decoder, the module to call for its loss, and an optimizer that leaves every step to DeepSpeed."""
     model = blank_decoder(spec, "cpu", torch.float32)
     fill(model)
     apply(model, None, job.layout, job.levers, precision)
@@ -90,14 +91,14 @@ def deepspeed_assembled(
 
 
 class Objective(nn.Module):
-    """The decoder's loss as tensors: what goes backward, auxiliary losses included, and what is reported."""
+    """The decoder's loss as two tensors: the one for backward, auxiliary losses included, and the reported one."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
 
     def forward(self, share: float | Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        """`share` of the step's counted tokens are in this micro-batch."""
+        """`share`: this micro-batch's share of the step's counted tokens."""
         output = self.decoder(**arguments)
         objective = output.loss
         if output.auxiliary is not None:
@@ -106,7 +107,7 @@ class Objective(nn.Module):
 
 
 class DeepSpeedModule(nn.Module):
-    """DeepSpeed's engine around a decoder: its loss, its steps, and its weights and states as a checkpoint has them."""
+    """DeepSpeed's engine around a decoder: loss, steps, and weights and states under the names of a checkpoint."""
 
     def __init__(self, decoder: Decoder, job: Job, precision: PrecisionName, device: torch.device) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class DeepSpeedModule(nn.Module):
 
     @staticmethod
     def configuration(job: Job, workload: Workload) -> dict[str, Any]:
-        """What a plan of this job is exported as."""
+        """The DeepSpeed JSON that a plan of this job is exported as."""
         return settings(workload, job.layout, job.levers, job.optimizer)
 
     def _initialize(self, objective: Objective) -> None:
@@ -149,7 +150,8 @@ class DeepSpeedModule(nn.Module):
         on_phase: OnPhase,
         ranks: Ranks,
     ) -> StepResult:
-        """As train/step.py has it; NotFiniteError comes before the weights change unless it says so."""
+        """Like `train_step` of train/step.py; NotFiniteError is raised before weights change unless its
+        `weights_changed` is set."""
         counts = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
         tokens = int(ranks.sum(torch.tensor(sum(counts), device=device)))
         total = torch.tensor(max(tokens, 1), device=device)
@@ -190,12 +192,13 @@ class DeepSpeedModule(nn.Module):
         return found
 
     def states(self, ranks: Ranks) -> dict[str, Tensor]:
-        """The states our own optimizer would have, likewise."""
+        """The optimizer states under the names of our own optimizer, in host memory of the first rank; nothing on the
+        others. All ranks call this."""
         return {name: tensor.to("cpu") for name, tensor in self._states() if ranks.first}
 
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         look, optimizer = self.package.utils, self.engine.optimizer
-        if self.stage < 3:  # it links states once, after the first group's first update, when other groups have none
+        if self.stage < 3:  # states are linked once, after the first group's first update, when other groups have none
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.engine.module.decoder.named_parameters():
@@ -207,7 +210,7 @@ class DeepSpeedModule(nn.Module):
 
 
 def _groups(decoder: Decoder) -> list[dict[str, Any]]:
-    """Parameters by whether they decay, as our own optimizer has it; the rate is the configuration's."""
+    """Parameters with and without weight decay, as in our own optimizer; the decay itself is in the configuration."""
     named = list(decoder.named_parameters())
     decayed = [parameter for name, parameter in named if decays(name, parameter)]
     return [

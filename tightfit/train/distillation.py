@@ -1,13 +1,13 @@
-"""Distillation: a teacher's predictions, and where asked its hidden states, as part of what a step minimises.
+"""Distillation: the loss of a step compares student and teacher in predictions and, optionally, in hidden states.
 
-The teacher sees a micro-batch before the student does, without gradients, and leaves its normed hidden states behind;
-the loss then projects both models a chunk of rows at a time (kernels/linear_distillation.py). Weights of a teacher on
-the host come to the device layer by layer.
+The teacher runs on a micro-batch before the student does, without gradients, and its final normed hidden states are
+kept; the loss then projects those of both models to logits, a chunk of rows at a time (kernels/linear_distillation.py).
+Weights of a teacher in host memory are copied to the device layer by layer.
 
 Hidden states are compared as squared distances of unit-RMS vectors, of student layers evenly spaced up to its last and
 the teacher's at the same share of its depth (as TinyBERT, Jiao et al. 2019). Where widths differ, the teacher's are
-first projected by a fixed random matrix with orthonormal columns: nothing of it has to be learned, saved or resumed. A
-student from scratch can take on any basis; one that has been trained already is better taught by predictions alone.
+first projected by a fixed random matrix with orthonormal columns, which need not be learned, saved or resumed. A
+student from scratch can adapt to any basis; one that has been trained already is better taught by predictions alone.
 Attention maps and the contrastive loss on embeddings: relations.py.
 """
 
@@ -46,7 +46,7 @@ def teacher_spec(job: Job) -> ModelSpec | None:
 
 
 def check_teacher(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """A sentence where the job's teacher cannot teach a student of this shape and tokenizer."""
+    """Refuse a teacher that cannot teach a student of this shape and tokenizer."""
     source = teacher_source(job)
     if source is None:
         return
@@ -74,7 +74,7 @@ def check_teacher(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> None:
 
 
 class HostedTeacher:
-    """A decoder whose weights are on `place`, run on `device` a layer at a time."""
+    """A frozen decoder, its weights on `device` or on the host, that computes on `device` one layer at a time."""
 
     def __init__(self, model: Decoder, device: torch.device) -> None:
         self.model, self.device = model.eval().requires_grad_(False), device
@@ -83,7 +83,7 @@ class HostedTeacher:
     def hidden_states(
         self, tokens: Tensor, documents: Tensor | None, layers: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Normed hidden states [B, T, H], and those after `layers`."""
+        """Final normed hidden states [B, T, H], and the hidden states after each of `layers`."""
         model, own = self.model, self.model.embed.weight.device
         positions = model.token_positions(tokens, documents, None)
         x = model.embed_tokens(tokens.to(own), positions.to(own)).to(self.device)
@@ -103,7 +103,7 @@ class HostedTeacher:
         for index in layers:
 
             def look(module: Any, inputs: tuple[Tensor, ForwardContext], index: int = index) -> None:
-                found[index] = attention_map(module, *inputs, documents)  # weights from the host are here just now
+                found[index] = attention_map(module, *inputs, documents)  # while its weights are on the device
 
             attention = cast(Layer, self.model.layers[index]).attention
             handles.append(attention.register_forward_pre_hook(look))
@@ -114,7 +114,7 @@ class HostedTeacher:
                 handle.remove()
 
     def _call(self, module: nn.Module, *arguments: Any) -> Any:
-        """The module's result with its tensors on the device."""
+        """Call `module`, with copies on the device of parameters and buffers that are on the host."""
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         if all(tensor.device == self.device for tensor in tensors.values()):
             return module(*arguments)
@@ -131,7 +131,7 @@ class HostedTeacher:
 
 @dataclass(frozen=True)
 class TaughtBatch:
-    """What the teacher made of one micro-batch."""
+    """The teacher's results for one micro-batch."""
 
     distiller: "Distiller"
     hidden: Tensor
@@ -140,7 +140,7 @@ class TaughtBatch:
     documents: Tensor | None
 
     def loss(self, model: Decoder, x: Tensor, labels: Tensor, divisor: float | Tensor | None) -> Tensor:
-        """(1 − α) · CE + α · τ² · D, and the other distances, summed over tokens that count."""
+        """(1 − α) · CE + α · τ² · D plus the other distances, summed over counted tokens, divided by `divisor`."""
         own, settings = self.distiller, self.distiller.settings
         divided_by = 1.0 if divisor is None else divisor
         terms = DistillationTerms(
@@ -164,7 +164,7 @@ class TaughtBatch:
         return loss + self._distances(x, labels != IGNORE) / divided_by
 
     def _distances(self, x: Tensor, counted: Tensor) -> Tensor:
-        """Of hidden states, attention maps and embeddings, each times its weight."""
+        """Σ weight · distance over hidden states, attention maps and embeddings."""
         own, settings = self.distiller, self.distiller.settings
         total = x.new_zeros((), dtype=torch.float32)
         if self.features:
@@ -206,7 +206,7 @@ def projection(teacher_width: int, student_width: int) -> Tensor | None:
 
 
 class Distiller:
-    """The objective of a student: asked before every forward pass that learns."""
+    """The objective of a student, called before each of its training forward passes to run the teacher."""
 
     def __init__(self, student: Decoder, teacher: HostedTeacher, settings: Distill) -> None:
         self.teacher, self.settings = teacher, settings

@@ -1,7 +1,7 @@
-"""A run without the run: everything that is checked before the first allocation, and what would then happen.
+"""A dry run: every check that a run makes before its first allocation, and a description of how it would begin.
 
-It needs no GPU and no second process: a job for many ranks is checked by one, in the precision its device would have.
-What it finds wrong is the sentence with which the run would refuse. Data is tokenized into the cache of the run.
+It needs no GPU and no second process: one process checks a job for many ranks, in the precision its device would have.
+A failed check raises the same UserError as the run would. Data is tokenized into the cache of the run.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from tightfit.train.run_directory import Decision, Start, decide
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a job would run as, without running it."""
+    """A checked job, and what its run would do with the output directory."""
 
     checked: CheckedRun
     decision: Decision
@@ -36,7 +36,7 @@ class DryRun:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What one checkpoint takes."""
+        """Bytes of one checkpoint on disk."""
         job = self.checked.job
         return checkpoint_bytes(self.checked.workload, job.levers, versions=1 + job.layout.has_two_versions)
 
@@ -73,7 +73,7 @@ def dry_run(
     checkpoint: str | None = None,
     quiet: bool = False,
 ) -> DryRun:
-    """What `run_job` would do with the same arguments, or the sentence with which it would refuse."""
+    """What `run_job` would do with the same arguments; raises the UserError with which it would refuse."""
     job, start = with_absolute_paths(job), Start(resume=resume, overwrite=overwrite, checkpoint=checkpoint)
     decision = decide(job.output, start)
     device = torch.device("cuda" if job.device == "cuda" or _has_gpu(job) else "cpu")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # step.py needs the optimizer, which may have one of these
 
 
 class Engine(Protocol):
-    """What training needs of it. All ranks call these together."""
+    """What training needs of an engine. All ranks call each method together."""
 
     def train_step(
         self,
@@ -31,4 +31,4 @@ class Engine(Protocol):
         """All weights on the first rank, as a checkpoint has them; nothing on the others."""
 
     def states(self, ranks: Ranks) -> dict[str, Tensor]:
-        """The optimizer's states, likewise."""
+        """The optimizer's states on the first rank, as a checkpoint has them; nothing on the others."""

@@ -41,7 +41,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, ranks: Ranks = ALONE) -> Evaluation:
-    """The loss of `model` over all `batches` of all ranks, each of which must have equally many."""
+    """The loss of `model` over all `batches` of all ranks; every rank must have the same number of batches."""
     total = torch.zeros((), device=device, dtype=torch.float64)
     tokens = 0
     for batch in batches:

@@ -1,8 +1,8 @@
-"""The load of experts: how many tokens each one got, over all ranks and micro-batches, told in metrics and at the end.
+"""The load of experts: tokens routed to each one, over all ranks and micro-batches, for metrics and the summary.
 
-Routed layers count while they train (models/mlp.py). `ExpertMeter.take` adds up all ranks: data and context ranks have
-their own tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a logged
-step.
+Routed layers count while they train (models/mlp.py). `ExpertMeter.take` sums over all ranks: data and context ranks
+have their own tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a
+logged step.
 
 Families that correct the choice of experts (models/routing.py) balance their load without a loss: after every step the
 bias of an expert that got more than its share falls by CORRECTION_RATE, and that of the others rises (Wang et al. 2024;
@@ -26,14 +26,14 @@ CORRECTION_RATE = 1e-3
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """Of one layer's experts: the busiest and the quietest as multiples of the mean, and how many got nothing."""
+    """Load of one layer's experts: the busiest and the quietest as multiples of the mean, and how many got no token."""
 
     layer: int
     busiest: float
     quietest: float
     idle: int
     dropped: float = 0.0
-    """Share of tokens that experts had no room for (jobs/experts.py)."""
+    """Share of tokens dropped for want of expert capacity (jobs/experts.py)."""
 
 
 class ExpertMeter:
@@ -43,10 +43,10 @@ class ExpertMeter:
         self.spec, self.ranks = model.spec, ranks
         self.own = dict(routed_layers(model))
         self.total: Tensor | None = None
-        """Tokens of every expert, asked for and dropped, since the run began, [2, layers, experts], on the host."""
+        """Tokens routed to every expert and tokens dropped, [2, layers, experts], since the run began; on the host."""
 
     def take(self) -> Mapping[str, float]:
-        """Numbers for metrics about the steps since the last call; nothing where the model is not routed."""
+        """Metrics of the steps since the last call, by name; empty where the model has no experts."""
         if self.spec.experts is None:
             return {}
         found = self._over_all_ranks()
@@ -86,7 +86,7 @@ class ExpertMeter:
 
 @torch.no_grad()
 def correct_choices(model: Decoder, ranks: Ranks) -> None:
-    """Move the biases that experts are chosen by, by the load of this step. Every rank calls it alike."""
+    """Update the routing biases by the load of this step. Every rank calls this."""
     experts = model.spec.experts
     if experts is None or not experts.corrected:
         return
@@ -119,7 +119,7 @@ def routed_layers(model: Decoder) -> Iterator[tuple[int, RoutedMlp]]:
 
 
 def layer_loads(counts: Tensor, dropped: Tensor) -> tuple[LayerLoad, ...]:
-    """Of tokens by layer and expert; layers without any are not routed, or have not run."""
+    """The load of each layer, from tokens [layers, experts]; none of layers without tokens: not routed, or not run."""
     return tuple(
         LayerLoad(
             layer=layer,

@@ -1,8 +1,8 @@
 """Fitting: the fastest levers with which a job fits this machine, as the planner finds them, and why.
 
-What counts is what is free now: the GPU's memory (or a cap that stands for a smaller card) and the host's. The layout
-is the job's; so is the micro-batch where the job gives one, and every lever that it gives. Several ranks must choose
-alike, so they count with all of the card. Nothing lossy is chosen.
+The room is what is free now: the GPU's memory (or a cap that stands for a smaller card) and the host's. The layout is
+the job's; so is the micro-batch where the job gives one, and every lever that it gives. Several ranks must choose the
+same levers, so their room is the whole card. No lossy lever is chosen.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Fitted:
-    """The job to run, the plan it follows, and what to tell the user; no plan where there was nothing to fit."""
+    """The job to run, the plan it follows (None without a GPU), and lines for the user."""
 
     job: Job
     plan: Plan | None
@@ -101,7 +101,7 @@ def job_spec(job: Job) -> ModelSpec:
 
 
 def _pins(job: Job) -> Pins:
-    """What the job decides, and what the trainer cannot run."""
+    """What the search may not change: the job's layout, its micro-batch if given, and the levers it sets."""
     layout = {name: value for name, value in job.layout if name != "micro_batch"}
     if "micro_batch" in job.layout.model_fields_set:
         layout["micro_batch"] = job.layout.micro_batch

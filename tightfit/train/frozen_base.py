@@ -1,7 +1,7 @@
-"""The model under adapters: loaded as it is held for the whole run, frozen, with adapters on its layers.
+"""The base model of a run that trains adapters: frozen, in the format it keeps for the whole run, adapters attached.
 
-A compressed directory stays packed. A plain model that is to be held in few bits is loaded on the host, and rounded on
-the device one matrix after another: the device never has more of it than that.
+A compressed directory stays packed. A plain model that is to be held in few bits is loaded on the host, and quantized
+on the device one matrix after another: the device never holds more than one matrix unquantized.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
 
 
 def frozen_model(checked: CheckedRun) -> tuple[Decoder, Fill]:
-    """The model of a run that trains adapters, and what gives them values."""
+    """The frozen model with adapters, and the function that initialises or restores the adapters."""
     job, dtype = checked.job, COMPUTE_DTYPES[checked.precision]
     model = _held(job, checked.spec, checked.device, dtype)
     attach(model, job.adapter, torch.float32 if keeps_master_weights(checked.precision) else dtype)
@@ -60,7 +60,7 @@ def _held(job: Job, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -
 
 
 def saved_adapter(job: Job, facts: Mapping[str, Any], precision: PrecisionName) -> SavedAdapter | None:
-    """What a checkpoint says of the run's adapters and of the model they are of; None where that itself is trained."""
+    """What a checkpoint records of the run's adapters and their base model; None where the whole model is trained."""
     scheme = job.adapter.held
     if job.adapter.rank is None:
         return None

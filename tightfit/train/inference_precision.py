@@ -1,6 +1,6 @@
-"""The number format a trained model is evaluated and sampled in: never narrower than its weights unless one asks.
+"""The number format a trained model is evaluated and sampled in: never narrower than its weights unless asked for.
 
-On a GPU that is the format the weights are stored in. On a CPU it is float32, which holds every narrower weight exactly
+On a GPU it is the format the weights are stored in. On a CPU it is float32, which holds every narrower weight exactly
 and is at least as fast; products with 4-bit codes excepted (serve/weights/int4.py), unless float32 is asked for. GGUF
 files, whose other weights are unpacked anyway, are computed in float32 everywhere.
 """
@@ -19,7 +19,7 @@ STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def inference_dtype(source: str, precision: InferencePrecision, device: torch.device) -> torch.dtype:
-    """What to compute the model at `source` in."""
+    """The dtype to compute the model at `source` in."""
     if precision != "auto":
         return DTYPES[precision]
     return torch.float32 if device.type == "cpu" else stored_dtype(source)

@@ -2,10 +2,10 @@
 
 A kill leaves the last checkpoint; SIGINT, SIGTERM or SIGHUP finishes the step, saves and stops. A loss that is not
 finite stops the run before the weights are touched. The loop decides when; `step.py`, `evaluation.py`, `checkpoints/`
-know how. Nothing is written before all is prepared (`run_directory.py`). Of several ranks all run this loop in step;
-the first one alone prints, logs and writes, and a request to stop that any of them gets stops all of them after the
-same step. A pipeline that is not flushed between steps tells each when the next one has been taken; it runs empty
-before a checkpoint, an evaluation, the step that is recorded and the end, and its ranks agree to stop a step later.
+know how. Nothing is written before all is prepared (`run_directory.py`). All ranks run this loop in lockstep; the first
+rank alone prints, logs and writes, and a stop request to any rank stops all of them after the same step. A pipeline
+that is not flushed between steps reports a step when the next one has been taken; it is flushed before a checkpoint, an
+evaluation, the step that is recorded and the end, and its ranks agree to stop one step later.
 """
 
 import math
@@ -69,7 +69,7 @@ class RunResult:
     start: Evaluation | None
     end: Evaluation | None
     tokens_per_second: float
-    """Of steady steps: those after the warm-up."""
+    """Over the steps after the warm-up."""
     train_seconds: float
     peak_bytes: int
     warmup_steps: int = 0
@@ -77,14 +77,14 @@ class RunResult:
     mfu: float | None = None
     """Model FLOPs per second as a share of what the card's data sheet promises; None on cards that are not known."""
     rank: int = 0
-    """The first rank's result is the run's; the others' is for themselves."""
+    """The process that this result is of; the summary is made of the first one's."""
     samples: list[tuple[str, str]] = field(default_factory=list)
     stopped_by: int | None = None
     """The signal that asked the run to stop early."""
     stopped_early: bool = False
     """Whether the held-out loss had stopped falling (`evaluation.stop_early`)."""
     expert_load: tuple[LayerLoad, ...] = ()
-    """Of every routed layer, over the steps of this run."""
+    """One of every routed layer, over the steps of this run."""
 
 
 def run_job(
@@ -135,7 +135,7 @@ def _decided(output: Path, start: Start) -> Decision:
 
 
 def _agreed(ranks: Ranks, function: Callable[[], Decision]) -> Decision:
-    """What the first process decides, or its refusal, on all of them."""
+    """The first process's decision, broadcast to all ranks; its UserError is raised on all of them."""
     found: Decision | None = None
     refusal: str | None = None
     if ranks.first:
@@ -150,7 +150,7 @@ def _agreed(ranks: Ranks, function: Callable[[], Decision]) -> Decision:
 
 
 def _begun(ranks: Ranks, stack: ExitStack, run: AbstractContextManager[OpenedRun]) -> OpenedRun | None:
-    """The run's directory on the first process, which writes to it; where it is refused, all of them say so."""
+    """The run's directory, opened on the first process (None on the others); where that is refused, all ranks raise."""
     entered: list[OpenedRun] = []
 
     def enter() -> Decision:
@@ -172,7 +172,7 @@ def _last_step(prepared: Prepared, stop_after: int | None) -> int:
 
 @dataclass(frozen=True)
 class _TakenStep:
-    """A step whose result is yet to be told, and how fast it went."""
+    """A step that was taken and not reported yet; `rate` is its tokens per second."""
 
     step: int
     lr: float
@@ -252,12 +252,12 @@ class _Run:
             self._after_step(result)
 
     def _asked_to_stop(self) -> bool:
-        """Whether any rank was; all of them then say so before the same step."""
+        """Whether any rank got a stop signal; all ranks learn of it before the same step."""
         self.stopped_by = self.agreed_max(self.request.signal or 0) or None
         return self.stopped_by is not None
 
     def _has_plateaued(self) -> bool:
-        """Whether the last `stop_early` evaluations found no lower loss than those before them; alike on all ranks."""
+        """Whether the last `stop_early` evaluations found no lower loss than those before; the same on all ranks."""
         patience, losses = self.job.evaluation.stop_early, list(self.losses.values())
         return 0 < patience < len(losses) and min(losses[-patience:]) >= min(losses[:-patience])
 
@@ -267,7 +267,7 @@ class _Run:
         return self.stopped_by is None and self.step < self.last_step
 
     def _take_step(self, micro_batches: list[Batch], lr: float) -> StepResult | None:
-        """What is told: of this step or, of a pipeline that is not flushed, of the one before, if any."""
+        """The result to report: this step's or, of a pipeline that is not flushed, that of the step before, if any."""
         p, buffered = self.p, self.p.optimizer.buffered
         if buffered is not None and not is_recorded(p.module, self.step + 1):
             with self._explained():
@@ -290,7 +290,7 @@ class _Run:
             )
 
     def _flush(self) -> None:
-        """Let a pipeline that is not flushed between steps run empty, and tell its last step."""
+        """Flush a pipeline that is not flushed between steps, and report its last step."""
         if (buffered := self.p.optimizer.buffered) is not None:
             with self._explained():
                 result = buffered.finish(self._in_phase, self.ranks)
@@ -299,7 +299,7 @@ class _Run:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What stops training is one sentence."""
+        """Turn non-finite numbers and out-of-memory errors into a UserError of one sentence."""
         p, failed = self.p, self.untold[0].step if self.untold else self.step + 1
         try:
             yield
@@ -345,7 +345,7 @@ class _Run:
             self.end = self._evaluate()
 
     def _tell(self, result: StepResult) -> None:
-        """The result of the first step that is not told yet, to metrics and progress."""
+        """Report `result`, that of the oldest unreported step, to metrics and progress."""
         taken, memory = self.untold.popleft(), peak_memory_bytes(self.p.device)
         if taken.step % self.job.logging.every == 0 or taken.step >= self.last_step:
             experts = self.experts.take()
@@ -363,13 +363,13 @@ class _Run:
         self.progress.update(taken.step, result.loss, taken.rate, memory)
 
     def _evaluate(self) -> Evaluation | None:
-        """The held-out loss; None without held-out data, and where somebody asks to stop meanwhile."""
+        """The held-out loss; None without held-out data, or where a stop is requested meanwhile."""
         p, rows = self.p, self.job.layout.micro_batch
         if p.held_out is None:
             return None
         self._release_graph()
         batches = evaluation_batches(p.held_out, rows, rank=self.ranks.rank, world=self.ranks.world)
-        unasked = takewhile(lambda _: not self._asked_to_stop(), batches)  # a checkpoint is wanted soon
+        unasked = takewhile(lambda _: not self._asked_to_stop(), batches)  # a stopped run should save soon
         found = evaluate(p.evaluated, unasked, p.device, self.ranks)
         if self.stopped_by is not None:
             return None
@@ -379,18 +379,18 @@ class _Run:
         return found
 
     def _release_graph(self) -> None:
-        """Before others need the memory of a step."""
+        """Free the step graph's memory, which evaluation and sampling need."""
         if self.p.graph is not None:
             self.p.graph.release()
 
     def _save_once(self) -> None:
-        """Save this step, unless that has been done."""
+        """Save this step's checkpoint, unless it is saved already."""
         if self.saved is None or self.saved.name != checkpoint_path(self.job.output, self.step).name:
             self._save()
             self._settle()
 
     def _write_quantized(self) -> None:
-        """The compressed model that a run with rounded weights ends in."""
+        """Write the compressed model that a run with fake-quantized weights ends in."""
         if self.job.quantize.bits is None or (self.step < self.p.total_steps and not self._stopped_early):
             return
         parts = quantized_parts(self.p.model)  # all ranks: ZeRO's gather
@@ -461,7 +461,7 @@ class _Run:
         return None if peak is None else spent / (peak * self.ranks.processes)
 
     def _samples(self) -> list[tuple[str, str]]:
-        """What the model says to the job's prompts; shards are read back from the checkpoint, whole."""
+        """The model's continuations of the job's prompts; a sharded model is loaded whole from the checkpoint."""
         p, settings = self.p, self.job.evaluation
         if self.stopped_by is not None or not self.ranks.first or not settings.prompts:
             return []
@@ -489,7 +489,7 @@ def _finite(value: float) -> float | None:
 
 
 def _held_out_losses(run: Path, step: int) -> dict[int, float]:
-    """What a run that is being resumed has found before and at `step`, by step."""
+    """Held-out losses up to `step` by step, from the metrics of the run that is resumed."""
     rows = [
         row
         for row in read_metrics(run / METRICS_FILE)

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one row per logged step, always; and the trackers (`trackers.py`) that are asked for.
+"""metrics.jsonl: one row per logged step, always; and the trackers (`trackers.py`) that the job names.
 
 A resumed run continues the file: rows past the checkpoint it resumes from are dropped first, so every step stands once.
-Metrics never fail a run: what cannot be written (a full disk) is told once, and the rows after it are tried again.
+Metrics never fail a run: the first row that cannot be written (a full disk) is a warning, and later rows are tried.
 """
 
 import json
@@ -25,14 +25,14 @@ Say = Callable[[str], None]
 
 
 class SideFiles:
-    """Files beside a run that are worth a warning and no more: the first one that cannot be written gets one."""
+    """Files that a run can do without: the first one that cannot be written gets a warning, later ones none."""
 
     def __init__(self, say: Say) -> None:
         self.say, self.has_warned = say, False
 
     @contextmanager
     def guarded(self, path: Path) -> Iterator[None]:
-        """Around writing `path`."""
+        """Context for writing `path`: an OSError is a warning."""
         try:
             yield
         except OSError as error:
@@ -42,7 +42,7 @@ class SideFiles:
 
     @contextmanager
     def tracked(self, tracker: Tracker) -> Iterator[None]:
-        """Around telling a tracker something, which may fail in any way of its own (a network, a full disk)."""
+        """Context for a call of `tracker`, whose errors of any type (a network, a full disk) are a warning."""
         try:
             yield
         except Exception as error:
@@ -64,7 +64,7 @@ class MetricsLog:
         self._trackers = trackers
 
     def add(self, step: int, **values: Any) -> None:
-        """One row."""
+        """Append one row, and pass its numbers to the trackers."""
         with self._side_files.guarded(self.path):
             if self._descriptor is not None:
                 _append(self._descriptor, _line({"step": step, **values}))
@@ -86,14 +86,14 @@ class MetricsLog:
 
 
 def _keep_rows(path: Path, resumed_step: int) -> None:
-    """The file with its rows up to `resumed_step`, and no other."""
+    """Rewrite the file with only its rows up to `resumed_step`."""
     kept = [row for row in read_metrics(path) if row["step"] <= resumed_step] if resumed_step else []
     with durable_file(path) as fresh:
         fresh.write_text("".join(map(_line, kept)), encoding="utf-8")
 
 
 def _append(descriptor: int, text: str) -> None:
-    """All of `text` at the end of a file, or none of it."""
+    """Append all of `text` to a file, or nothing."""
     before, data = os.fstat(descriptor).st_size, text.encode()
     try:
         while data:
@@ -105,7 +105,7 @@ def _append(descriptor: int, text: str) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; lines that are none (cut short by a kill, or damaged) are passed over."""
+    """The rows of a metrics file; lines that are no row (cut short by a kill, or damaged) are skipped."""
     try:
         content = read_bounded(path, LARGEST_BYTES, "a run's metrics") if path.exists() else b""
     except OSError as error:

@@ -1,9 +1,9 @@
 """Shortage: what a run was doing when the GPU had no more memory, what held it, and what would have made room.
 
-Looked at where the error is caught, before anything is freed: the error's own words say how much was asked for and was
-free, its traceback which module and operation asked, gradients how far backward had come, and the model and the
-optimizer own what they own; the rest of what is allocated is activations and kernels' workspaces. The advice is the
-planner's: of all levers with a predicted peak that is lower by at least what was missing, those that cost least time.
+It is collected where the error is caught, before anything is freed: the error's message says how many bytes were
+requested and free, its traceback which module and operation requested them, and existing gradients how far backward had
+come. Tensors of the model and the optimizer are counted; other allocated bytes are activations and kernels' workspaces.
+The advice is the planner's: of all levers whose predicted peak is lower by at least the missing bytes, the fastest.
 """
 
 import re
@@ -30,16 +30,17 @@ from tightfit.plan.search.space import SearchSpace
 from tightfit.train.optimizer.adamw import MasterAdamW
 
 EXIT_CODE = 3
-"""Of `tightfit train` when the GPU ran out of memory."""
+"""Exit status of `tightfit train` when the GPU ran out of memory."""
 SIZES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 HERE = Path(__file__).parent.parent
 FALLBACK = "H200"
-"""Whose rates order the levers by time where there is no GPU."""
+"""The card whose rates order the levers by time where there is no GPU."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Levers that would have made room, as overrides, with what they are predicted to need and cost."""
+    """Levers that would have made room, also as command-line overrides; `gpu_bytes` is their predicted peak, `slower`
+    the predicted increase of a step's time as a share."""
 
     overrides: tuple[str, ...]
     levers: Levers
@@ -92,7 +93,7 @@ class Running:
 
 
 def shortage_of(error: torch.OutOfMemoryError, running: Running, step: int, phase: Phase, safe: str) -> Shortage:
-    """What there is to say about `error`; call it where the error is caught."""
+    """The shortage behind `error`; call this where the error is caught."""
     wanted, missing, limit = sizes_of(str(error))
     module, operation = _place(error, running.model)
     if phase == "backward" and not module and running.optimizer.in_backward is None:
@@ -112,9 +113,9 @@ def shortage_of(error: torch.OutOfMemoryError, running: Running, step: int, phas
 
 
 def sizes_of(message: str) -> tuple[int, int, int]:
-    """Bytes asked for, bytes that were missing, and all that this process could have, from torch's words; 0: unknown.
+    """Bytes requested, bytes missing, and the most this process could have, parsed from torch's message; 0: unknown.
 
-    Memory that is reserved but not allocated is in pieces too small, so it is not counted as free.
+    Memory that is reserved but not allocated is in blocks too small for the request, so it is not counted as free.
     """
     wanted = _size(r"Tried to allocate ([\d.]+) (\w+)", message)
     free = _size(r"of which ([\d.]+) (\w+) is free", message)
@@ -136,7 +137,7 @@ def _size(pattern: str, message: str) -> int:
 
 
 def _place(error: BaseException, model: nn.Module) -> tuple[str, str]:
-    """The innermost module and operation of ours on the error's stack."""
+    """The innermost module of `model` and the innermost function of this package on the error's stack."""
     names = {id(module): name for name, module in model.named_modules()}
     module = operation = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -150,7 +151,7 @@ def _place(error: BaseException, model: nn.Module) -> tuple[str, str]:
 
 
 def _layer_at_work(model: nn.Module) -> str:
-    """Backward leaves no module on the stack, but gradients behind it: it was at the last layer that lacks some."""
+    """The layer that backward was in: no module is on its stack, so it is the last layer without all its gradients."""
     layers = list(getattr(model, "layers", []))
     trained = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
     lacking = [i for i, parameters in enumerate(trained) if any(p.grad is None for p in parameters)]
@@ -160,7 +161,7 @@ def _layer_at_work(model: nn.Module) -> str:
 
 
 def held_now(running: Running, phase: Phase) -> Ledger:
-    """What is on the device at this moment, by owner."""
+    """Bytes on the device at this moment, by component."""
     known: dict[Component, list[Tensor]] = {
         "weights": [p.data for p in running.model.parameters()],
         "gradients": [p.grad for p in running.model.parameters() if p.grad is not None],
@@ -184,7 +185,7 @@ def held_now(running: Running, phase: Phase) -> Ledger:
 
 
 def _own_bytes(tensor: Tensor, device: torch.device, seen: set[int]) -> int:
-    """A storage's bytes, once, if it is on the device."""
+    """Bytes of the tensor's storage; 0 if it is on another device or in `seen`, to which it is added."""
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     storage = local.untyped_storage()
     if local.device.type != device.type or storage.data_ptr() in seen:
@@ -207,8 +208,8 @@ def _rest(known_bytes: int, phase: Phase) -> list[Line]:
 
 
 def _advice(running: Running, missing_bytes: int, limit_bytes: int = 0) -> Advice | None:
-    """Levers of this layout whose predicted peak is lower by what was missing, and below what the process could have:
-    later moments of the step, which were not reached, need more than the one that failed."""
+    """The fastest levers whose predicted peak is lower by the missing bytes and below the process's limit: later
+    phases of the step, which were not reached, may need more than the one that failed."""
     job, workload = running.job, running.workload
     space = SearchSpace(workload, _machine(running))
     now = peaks(workload, job.layout, job.levers, INSTALLED).gpu_bytes

@@ -17,7 +17,7 @@ STEADY_RATIO = 1.3
 
 @dataclass
 class Pace:
-    """Seconds of every training step alone, without evaluation and saving; all of them have as many tokens."""
+    """Seconds of every training step, without evaluation and saving; every step has the same number of tokens."""
 
     tokens_per_step: int = 0
     step_s: "array[float]" = field(default_factory=lambda: array("d"))
@@ -48,7 +48,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the steps after the warm-up."""
+        """Mean over the steps after the warm-up."""
         steady = self.step_s[self.warmup_steps :]
         return self.tokens_per_step * len(steady) / sum(steady) if steady else 0.0
 

@@ -1,9 +1,9 @@
 """What a pipeline's ranks did when, in one step of a run: `pipeline.json` beside its metrics, for a picture.
 
-Step RECORDED_STEP is recorded, the first that neither allocates nor connects anything anew. Starts and ends are seconds
-since the first start, by a clock that all processes of a machine share; ranks on other machines are moved so that all
-of them leave the barrier before the step at the same time. On a GPU the recorded step waits for every piece of work to
-end, so it is a little slower than the others.
+Step RECORDED_STEP is recorded, the first that neither allocates memory nor opens connections. Starts and ends are
+seconds since the first start, by a clock that all processes of a machine share; clocks of other machines are shifted
+so that all ranks leave the barrier before the step at the same time. On a GPU the recorded step synchronizes after
+every forward and backward of a micro-batch, so it is a little slower than the others.
 """
 
 import json
@@ -46,7 +46,7 @@ def recorded(module: nn.Module, step: int, ranks: Ranks, run: Path, side_files: 
 
 @contextmanager
 def record(module: Pipeline, ranks: Ranks) -> Iterator[dict[str, Any]]:
-    """The record of the steps inside, on the first process, once they are over."""
+    """Yield a dict that holds the record of the steps inside after the block, on the first process."""
     found: dict[str, Any] = {}
     ranks.barrier()
     began = time.perf_counter()

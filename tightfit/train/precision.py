@@ -42,14 +42,14 @@ def choose_precision(wanted: Precision, device: torch.device) -> PrecisionName:
 
 @cache
 def faster_on_cpu() -> PrecisionName:
-    """bf16 where this processor has it and multiplies it clearly faster; asked once per process."""
+    """bf16 where this processor has it and multiplies it clearly faster than fp32; measured once per process."""
     if not has_native_bf16():
         return "fp32"
     return "bf16" if product_seconds(torch.bfloat16) < CLEARLY * product_seconds(torch.float32) else "fp32"
 
 
 def product_seconds(dtype: torch.dtype, size: int = 384, times: int = 7) -> float:
-    """The fastest of a few products of two square matrices."""
+    """Seconds of the fastest of `times` products of two square matrices."""
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     return min(seconds_each(lambda: torch.mm(left, right), times))
 

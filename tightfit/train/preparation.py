@@ -1,6 +1,6 @@
 """From a checked job to a run ready to step: model, optimizer, loader, filled with weights or restored.
 
-This is where memory is allocated; what can be wrong has been found out before (checks.py). Nothing is written here.
+This is where memory is allocated, after all checks (checks.py). Nothing is written here.
 """
 
 from collections.abc import Callable
@@ -58,11 +58,11 @@ class Prepared:
     checkpoint: Path | None
     position_step: int
     graph: StepGraph | None
-    """Of the step, on a GPU that would wait for its host."""
+    """CUDA graph of the step, where the GPU would otherwise wait for the host to launch kernels."""
 
     @property
     def evaluated(self) -> nn.Module:
-        """What computes a loss without gradients: what training calls, but without DDP around it."""
+        """The module to call for a loss without gradients: that of training, without DDP around it."""
         return self.model if isinstance(self.module, DistributedDataParallel) else self.module
 
 
@@ -79,7 +79,7 @@ def prepare(
 ) -> Prepared:
     """Everything this rank needs for `job`, restored to where `checkpoint` was taken if there is one.
 
-    `saves` says that checkpoints will be written, `replaces` that an older run then gives way.
+    `saves`: checkpoints will be written. `replaces`: the first of them replaces an older run in the output.
     """
     checked = check_run(
         job,

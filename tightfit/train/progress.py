@@ -35,11 +35,11 @@ class RunProgress:
         self._started, self._first = time.monotonic(), first_step
 
     def say(self, message: str) -> None:
-        """A line of its own above the live one."""
+        """Print a line above the live one."""
         self._live.console.print(printable(message), highlight=False, markup=False, soft_wrap=True)
 
     def update(self, step: int, loss: float, tokens_per_second: float, memory_bytes: int) -> None:
-        """After step `step`."""
+        """Show the numbers of step `step`."""
         numbers = f"loss {loss:.3f}  {tokens_per_second:,.0f} tok/s  {memory_bytes / 2**30:.2f} GiB"
         self._live.update(self._task, completed=step, numbers=numbers)
         now = time.monotonic()
@@ -60,7 +60,7 @@ class RunProgress:
 
 
 def followed(items: Iterable[T], count: int, *, what: str, shown: bool) -> Iterator[T]:
-    """All `count` items; on a terminal a bar says what is done, how many of them are, and what time is left."""
+    """Yield all `count` items; on a terminal a bar shows `what`, the items done and the time left."""
     console = Console(stderr=True)
     with Progress(
         TextColumn(what),

@@ -1,6 +1,6 @@
-"""What a run that trained with rounded weights ends in: a compressed model, in the layout that `compress` would choose.
+"""The compressed model that a run with fake-quantized weights ends in, in the layout that `compress` would choose.
 
-The codes are those that the last evaluation computed with; what is not coded is written in float16.
+The codes are those that the last evaluation computed with; weights without codes are written in float16.
 """
 
 import json
@@ -30,14 +30,14 @@ PLAIN_DTYPE = torch.float16
 
 @dataclass(frozen=True)
 class QuantizedParts:
-    """All tensors of the model by name: rounded ones as codes, the others as they are."""
+    """All tensors of the model by name: quantized ones as codes, the others as they are."""
 
     coded: dict[str, CodedWeight | list[CodedWeight]]
     plain: dict[str, Tensor]
 
 
 def quantized_parts(model: Decoder) -> QuantizedParts:
-    """What there is to write, whole; all ranks ask together, as ZeRO's gather."""
+    """All tensors to write, unsharded; all ranks call this together, as ZeRO shards are all-gathered."""
     coded: dict[str, CodedWeight | list[CodedWeight]] = dict(coded_weights(model))
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in coded}
     if model.spec.tied:
@@ -46,7 +46,7 @@ def quantized_parts(model: Decoder) -> QuantizedParts:
 
 
 def write_quantized(run: Path, spec: ModelSpec, parts: QuantizedParts, tokenizer: Tokenizer | None) -> Path:
-    """The compressed model in `run`/quantized, in place of an earlier one."""
+    """Write the compressed model to `run`/quantized, in place of an earlier one, and return its path."""
     schemes = {name.removesuffix(".weight"): w.scheme for name, w in parts.coded.items() if isinstance(w, CodedWeight)}
     form = CompressedTensors()
     if any(form.refuse(scheme) for scheme in schemes.values()):

@@ -1,13 +1,12 @@
-"""What a student may be compared with its teacher in, beside predictions and hidden states: where it looks, and which
-tokens it tells apart.
+"""Distillation losses beside predictions and hidden states: the distance of attention maps, and a contrastive loss.
 
-Attention maps are softmax(scale · q kᵀ) averaged over heads, so that any numbers of heads compare; their distance is
-KL(teacher ‖ student) of every query (as MiniLM, Wang et al. 2020). They are made of queries and keys once more, as
-fused attention keeps no map: B · heads · T² numbers of each compared layer.
+Attention maps are softmax(scale · q kᵀ) averaged over heads, so that student and teacher may have different numbers of
+heads; their distance is KL(teacher ‖ student) of every query (as MiniLM, Wang et al. 2020). The maps are computed again
+from queries and keys, as fused attention keeps none: B · heads · T² numbers of each compared layer.
 
-The contrastive loss (InfoNCE, van den Oord et al. 2018; Tian et al. 2019 for distillation) asks of every student
-embedding to be nearer to the teacher's of the same token than to those of other tokens of the micro-batch, of which
-at most `CONTRASTED` take part, evenly spaced.
+The contrastive loss (InfoNCE, van den Oord et al. 2018; Tian et al. 2019 for distillation) pulls every student
+embedding nearer to the teacher's of the same token than to those of other tokens of the micro-batch, of which at most
+`CONTRASTED` take part, evenly spaced.
 """
 
 import torch
@@ -22,7 +21,7 @@ SMALLEST = 1e-9
 
 
 def attention_map(attention: Attention, x: Tensor, ctx: ForwardContext, documents: Tensor | None) -> Tensor:
-    """Where the layer looks, [B, T, T] float32: rows add up to one, averaged over heads."""
+    """Attention probabilities averaged over heads, [B, T, T] float32; rows sum to one."""
     query, key, _ = attention.heads(x, ctx)
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query.float() @ key.float().transpose(-1, -2)) * attention.scale
@@ -43,7 +42,7 @@ def map_distance(student: Tensor, teacher: Tensor, counted: Tensor) -> Tensor:
 
 
 def contrastive_loss(student: Tensor, teacher: Tensor, counted: Tensor) -> Tensor:
-    """InfoNCE of embeddings [B, T, H] of one width, times the tokens that count."""
+    """InfoNCE of embeddings [B, T, H] of equal width, times the number of counted tokens."""
     places = counted.flatten().nonzero()[:, 0]
     places = places[:: max(len(places) // CONTRASTED, 1)][:CONTRASTED]
     if len(places) < 2:

@@ -1,7 +1,7 @@
-"""The tokenizer and the rows of a job: found or made, kept in the token cache, and told about.
+"""The tokenizer and the rows of a job: loaded, or made and kept in the token cache.
 
-Nothing here touches the run's directory. Conversations that do not fit a row are counted and told; a data set of which
-most answers would be lost is refused.
+Nothing here touches the run's directory. Conversations longer than a row are counted and reported; a data set that
+would lose most of its answers is refused.
 """
 
 import hashlib
@@ -37,14 +37,14 @@ MOST_LOST = 0.5
 
 @dataclass(frozen=True)
 class RunData:
-    """The tokenized data, the rows to train on, and the rows kept aside."""
+    """The tokenized data, the rows to train on, and the held-out rows."""
 
     store: TokenStore | Stores
     train: PackedRows | Mixture
     held_out: PackedRows | ConcatDataset[dict[str, Tensor]] | None
 
     def evaluated_rows(self, count: int) -> Rows | None:
-        """About `count` rows spread over all that is held out, so that a few of them see the whole variety."""
+        """About `count` held-out rows, evenly spaced, so that even a few cover the variety of the data."""
         if self.held_out is None:
             return None
         rows = len(self.held_out)
@@ -86,7 +86,7 @@ def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
 
 
 def _first_texts(job: Job, sources: list[Source]) -> Iterator[str]:
-    """As much of the data as a trained tokenizer looks at: documents, or what is said in conversations."""
+    """The beginning of the data, up to `tokenizer.train_bytes`: documents, or messages of conversations."""
     said = (message["content"] for chat in read_chats(sources) for message in chat.messages)
     texts = said if job.objective == "sft" else (piece.text for piece in read_texts(sources, job.data.field))
     seen = 0
@@ -98,7 +98,7 @@ def _first_texts(job: Job, sources: list[Source]) -> Iterator[str]:
 
 
 def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) -> RunData:
-    """What `job` trains and evaluates on, tokenized."""
+    """The tokenized data that `job` trains and evaluates on."""
     data = job.data
 
     def store_of(names: list[str]) -> TokenStore:
@@ -133,7 +133,7 @@ def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) 
 
 
 def tell_lost(rows: PackedRows | Mixture, say: Say) -> None:
-    """How much of conversations does not fit into rows; a sentence that refuses where that is most of it."""
+    """Warn of conversations that do not fit into rows; refuse the data where more than MOST_LOST is lost."""
     if isinstance(rows, Mixture):
         for part in rows.parts:
             tell_lost(part, say)

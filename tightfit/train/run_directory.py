@@ -1,14 +1,14 @@
-"""The directory of a run: what is there, what a start may do with it, and the start itself.
+"""The directory of a run: its files, what a new start may do with them, and the first write.
 
     job.yaml  metrics.jsonl  loss.png  pipeline.json  tensorboard/  wandb/  checkpoints/step-…      a run's own files
-    .lock        while somebody writes (writer_lock.py)
-    .replaced/   under --overwrite: the run before, until the new one has a checkpoint
-    .moving/     the same on its way there or back
+    .lock        while a process writes (writer_lock.py)
+    .replaced/   under --overwrite: the old run, until the new one has a checkpoint
+    .moving/     the old run while its files are moved to .replaced or back
     aside-…/     under --from: checkpoints later than the one that was resumed
 
-`decide` only looks. `opened` is the first write of a run; it comes after everything else has been checked. A run that
-fails before its first checkpoint leaves what was there before it: the old run is moved back; a directory that was made
-for nothing is removed. What a kill leaves half done is put right by `recover` at the next start.
+`decide` only reads. `opened` is the first write of a run; it comes after all checks. A run that fails before its first
+checkpoint restores what was there before it: the old run is moved back; a directory that was made for nothing is
+removed. `recover` completes, at the next start, moves that a kill interrupted.
 """
 
 import os
@@ -56,19 +56,19 @@ class Decision:
 
     checkpoint: Path | None = None
     later: tuple[Path, ...] = ()
-    """Checkpoints after it, which are moved aside."""
+    """Checkpoints after `checkpoint`, which are moved aside."""
     replaces: bool = False
-    """Whether a run, or what is left of one, is there and gives way."""
+    """Whether an old run, or files of one, are there and will be replaced."""
 
 
 def decide(output: Path, start: Start) -> Decision:
-    """What `start` means in `output`, or a sentence; nothing is written."""
+    """What `start` will do in `output`; a UserError where it may not. Nothing is written."""
     refuse_unwritable(output, output)
     refuse_if_locked(output)
     try:
         return _decision(output, start)
     except UserError:
-        refuse_if_locked(output)  # one that began just now is why
+        refuse_if_locked(output)  # a run that began there just now is the better reason
         raise
 
 
@@ -105,7 +105,7 @@ def _resumed(output: Path, found: list[Path], start: Start) -> Decision:
 
 
 def recover(output: Path) -> None:
-    """Finish what a kill interrupted: the run before comes back unless the one that replaced it has a checkpoint."""
+    """Finish moves that a kill interrupted: the old run comes back unless the one replacing it has a checkpoint."""
     if not any((output / name).is_dir() for name in (REPLACED, MOVING)):
         return
     with locked(output), _told(output):
@@ -146,10 +146,10 @@ class OpenedRun:
         self.replacing = False
         self.has_written = False
         self.is_worth_keeping = False
-        """Set once a step has been made, whose metrics are worth a look."""
+        """Set after the first step: its metrics are kept even if the run fails."""
 
     def begin(self, job: Job, start: Start) -> None:
-        """The first write: nobody else's work has appeared since `decide`, and the old run gives way."""
+        """The first write: refuse a directory that changed since `decide`, set the old run aside, write the job."""
         if _decision(self.output, start) != self.decision:
             raise UserError(f"{self.output} has changed while this run was being prepared; start it again")
         with _told(self.output):
@@ -166,14 +166,14 @@ class OpenedRun:
                 file.write_text(MARK + text, encoding="utf-8")
 
     def settle(self) -> None:
-        """Let go of the run before, once this one has a checkpoint; call it after every save."""
+        """Delete the old run, once this one has a checkpoint; call this after every save."""
         if self.replacing and checkpoints_of(self.output):
             self.replacing = False
             with suppress(OSError):
                 discard_directory(self.output / REPLACED)
 
     def undo(self) -> None:
-        """Leave what was there before, unless there is a checkpoint or, in a new directory, something to look at."""
+        """Restore what was there before, unless this run has a checkpoint or, in a new directory, metrics of a step."""
         if (self.output / MOVING).is_dir():
             _move_back(self.output)
         if not self.has_written or self.had_checkpoint or checkpoints_of(self.output):
@@ -184,7 +184,7 @@ class OpenedRun:
             _remove_own(self.output)
 
     def remove_empty(self) -> None:
-        """The directories that were made for this run and hold nothing, innermost first."""
+        """Remove the directories that were made for this run and are empty, innermost first."""
         for directory in self.made_directories:
             with suppress(OSError):
                 directory.rmdir()
@@ -196,7 +196,7 @@ def _missing_directories(path: Path) -> list[Path]:
 
 
 def _own_entries(output: Path) -> Iterator[Path]:
-    """What a run has written, relative to its directory; what is not a run's stays."""
+    """The run's own files and checkpoints, relative to its directory; other files are left alone."""
     yield from (Path(name) for name in OWN_FILES if (output / name).exists())
     yield from (path.relative_to(output) for path in checkpoints_of(output))
 
@@ -211,7 +211,7 @@ def _move_aside(output: Path) -> None:
 
 
 def _give_back(output: Path) -> None:
-    """The run before in place of one that came to nothing."""
+    """Put the old run back in place of one that failed before its first checkpoint."""
     _remove_own(output)
     os.rename(output / REPLACED, output / MOVING)
     _move_back(output)

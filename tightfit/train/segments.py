@@ -1,4 +1,4 @@
-"""Has torch's allocator on a GPU grow its segments where policy/segments.py says so."""
+"""Turns on expandable segments of torch's CUDA allocator where policy/segments.py says so."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from tightfit.levers.policy.segments import SETTING, VARIABLES, grows_segments
 
 
 def grow_segments(layout: Layout, device: torch.device) -> None:
-    """For this process, before it allocates on `device`; nothing where the environment has settings."""
+    """Call this before the process allocates on `device`; allocator settings in the environment go first."""
     if device.type != "cuda" or not grows_segments(layout) or any(os.environ.get(name) for name in VARIABLES):
         return
     allocators: Any = torch._C

@@ -2,7 +2,7 @@
 
 A full collection looks at every object there is: with torch and transformers imported some 400 000, a tenth to a third
 of a second in which nothing is launched. Recomputed layers leave cycles behind, so that it comes every ten steps or so.
-What was there before the first step is set aside and not looked at: full collections then take a few milliseconds.
+Objects from before the first step are frozen (gc.freeze) and skipped: full collections then take a few milliseconds.
 """
 
 import gc
@@ -14,8 +14,8 @@ import torch
 
 @contextmanager
 def short_collections(device: torch.device) -> Iterator[None]:
-    """Inside the block, collections look at nothing that was there before it."""
-    if device.type != "cpu":  # what is set aside keeps its memory
+    """Inside the block, collections skip all objects from before it."""
+    if device.type != "cpu":  # frozen garbage would keep its GPU memory
         gc.collect()
     gc.freeze()
     try:

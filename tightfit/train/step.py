@@ -33,7 +33,7 @@ from tightfit.train.optimizer.adamw import MasterAdamW, global_norm
 from tightfit.train.optimizer.backward_update import BackwardUpdate
 from tightfit.train.precision import LossScale
 
-if TYPE_CHECKING:  # which captures what is here
+if TYPE_CHECKING:  # step_graph.py imports this file
     from tightfit.train.step_graph import StepGraph
 
 Batch = dict[str, Tensor]
@@ -78,7 +78,7 @@ def accumulate(
 
     Returns this rank's part of the step's mean loss, on the device, and the counted tokens of the step over all ranks
     (on the device where there are several). `check_first` waits for the loss before backward and raises NotFiniteError,
-    for updates that happen inside backward. A `graph` launches all of it at once where it can.
+    for updates that happen inside backward. With `graph` micro-batches are replayed as CUDA graphs where possible.
     """
     counted, tokens, total = counted_labels(batches, device, ranks)
     if isinstance(model, Pipeline):
@@ -104,7 +104,7 @@ def accumulate(
 
 
 def objective(output: DecoderOutput, share: float | Tensor) -> Tensor:
-    """What a micro-batch's backward begins with: its loss, and of auxiliary losses its `share` of the step's tokens."""
+    """loss + share · auxiliary, where a micro-batch's backward begins; `share` is its share of the step's tokens."""
     assert output.loss is not None
     return output.loss if output.auxiliary is None else output.loss + output.auxiliary * share
 
@@ -112,7 +112,7 @@ def objective(output: DecoderOutput, share: float | Tensor) -> Tensor:
 def counted_labels(
     batches: Sequence[Batch], device: torch.device, ranks: Ranks
 ) -> tuple[list[int], int | Tensor, int | Tensor]:
-    """Of each micro-batch; of the step over all ranks; and what the step's loss is divided by."""
+    """Counted tokens of each micro-batch, counted tokens of the step over all ranks, and the divisor of its loss."""
     counted = [int((batch["labels"] != IGNORE).sum()) for batch in batches]
     tokens = sum(counted) if ranks.world == 1 else ranks.sum(torch.tensor(sum(counted), device=device))
     return counted, tokens, max(tokens, 1) if isinstance(tokens, int) else tokens.clamp(min=1)
@@ -183,13 +183,13 @@ def train_step(
 
 
 def _nan_unless_finite(factor: Tensor | None, *values: Tensor) -> Tensor:
-    """`factor` where all of `values` are finite, else NaN, for updates that skip it."""
+    """`factor` where all of `values` are finite, else NaN, for which updates change nothing."""
     finite = torch.stack([value.isfinite() for value in values]).all()
     return torch.where(finite, values[0].new_ones((), dtype=torch.float32) if factor is None else factor, torch.nan)
 
 
 def require_finite(loss: float) -> None:
-    """Raise NotFiniteError for what is none."""
+    """Raise NotFiniteError where `loss` is NaN or infinite."""
     if not math.isfinite(loss):
         raise NotFiniteError(f"the loss is {loss}")
 
@@ -225,7 +225,7 @@ def _step_in_backward(
 
 
 def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """The step's loss and gradient norm.
+    """The step's loss and gradient norm, from this rank's `part` of the loss.
 
     Data and context ranks have parts of the loss, tensor ranks the same value; gradients may be replicated.
     """

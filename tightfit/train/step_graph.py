@@ -1,20 +1,20 @@
 """Step graph: the kernels of a micro-batch as one CUDA graph, launched at once.
 
-A small model's kernels are over before Python has launched the next ones: a layer takes the host about 3 ms, whatever
-its size. All micro-batches of a run launch the same kernels on the same shapes, so after a first step, which compiles
-what is missing, they are captured and from then on replayed: the kernels of the plain step, so its numbers to the bit
-where these are always the same. What changes from one micro-batch to the next is in tensors that keep their place:
-tokens, labels, documents, divisor, loss scale.
+A small model's kernels end before Python has launched the next ones: a layer takes the host about 3 ms, whatever its
+size. All micro-batches of a run launch the same kernels on the same shapes, so after a first step, which compiles
+missing kernels, they are captured and from then on replayed: the kernels of the plain step, so its numbers to the bit
+where the kernels are deterministic. Inputs that change from one micro-batch to the next are in tensors at fixed
+addresses: tokens, labels, documents, divisor, loss scale.
 
-There are two graphs, in one pool of memory: of the first micro-batch of a step, whose backward makes the gradients, and
-of the others, which add to these. Gradients stay in that pool, where the update has read them before the next replay
-writes there again. Norm and update are launched as ever, while the card is busy with the graph.
-Where weights are updated inside backward, the graph is the whole step, and what changes from one step to the next, the
-learning rate and what depends on the number of the update, is in tensors as well. The host learns of a loss that is not
-finite when all is over: the updates know it before (backward_update.py), and change nothing.
-The pool is as large as what forward and backward need; an evaluation, which needs memory as well, calls `release`, and
-the next step is captured anew. A step unlike the one before (with packed documents or without) is launched kernel by
-kernel, and captured if the next one is like it.
+There are two graphs, in one memory pool: of the first micro-batch of a step, whose backward makes the gradients, and
+of the others, which add to the gradients. Gradients stay in that pool, where the update has read them before the next
+replay writes there again. Norm and update are launched as usual, while the card is busy with the graph.
+Where weights are updated inside backward, the graph is the whole step, and the learning rate and numbers that depend on
+the count of updates are in such tensors as well. The host learns of a loss that is not finite after the replay; the
+updates see it on the device (backward_update.py) and change nothing.
+The pool is as large as forward and backward need; an evaluation, which needs memory as well, calls `release`, and the
+next step is captured anew. A step of other shapes than the one before (with packed documents or without) is launched
+kernel by kernel, and captured if the next one has the same.
 """
 
 import warnings
@@ -41,24 +41,24 @@ from tightfit.train.optimizer.updaters import DeviceNumbers
 from tightfit.train.step import Batch, inputs, objective, require_finite
 
 Arguments = dict[str, Tensor | None]
-"""What the model is called with; documents may be None."""
+"""The model's arguments by name; documents may be None."""
 Key = tuple[tuple[str, torch.Size], ...]
-"""Names and shapes of these."""
+"""Names and shapes of a micro-batch's arguments."""
 
 
 @dataclass(frozen=True)
 class _Places:
-    """What a graph reads, and the loss that it writes."""
+    """Tensors that a graph reads its inputs from and writes its results to."""
 
     arguments: Arguments
     divisor: Tensor
-    """Of the loss: the step's counted tokens."""
+    """Divisor of the loss: the step's counted tokens."""
     share: Tensor
-    """Of these, the micro-batch's: what its auxiliary loss is multiplied by."""
+    """The micro-batch's share of the step's counted tokens, the factor of its auxiliary loss."""
     scale: Tensor
     loss: Tensor
     norm: Tensor
-    """Of all gradients, where the graph updates weights too."""
+    """Gradient norm, written where the graph updates weights too."""
 
     def fill(self, arguments: Arguments, divisor: int, share: float, scale: float) -> None:
         for name, place in self.arguments.items():
@@ -80,7 +80,7 @@ class StepGraph:
         self.release()
 
     def release(self) -> None:
-        """Give the memory of the graphs back."""
+        """Free the graphs and their memory pool."""
         self._first: torch.cuda.CUDAGraph | None = None
         self._further: torch.cuda.CUDAGraph | None = None
         self._places: _Places | None = None
@@ -93,9 +93,9 @@ class StepGraph:
         return self._first is not None
 
     def run(self, batches: Sequence[Batch], counted: Sequence[int], total: int, scale: float) -> Tensor | None:
-        """The mean loss of a step whose gradients are made; None where it is to be made kernel by kernel.
+        """Replay a step and return its mean loss, with gradients set; None where it must be launched kernel by kernel.
 
-        So are the first step, one that is unlike the one before, and all where memory is too short for a graph.
+        That is so for the first step, for one of other shapes than the step before, and where graphs lack memory.
         """
         passed = [inputs(batch, self.device) for batch in batches]
         if not self._is_like_last(passed):
@@ -114,11 +114,11 @@ class StepGraph:
         return mean
 
     def update(self, batch: Batch, lr: float) -> tuple[float, float, int] | None:
-        """A step of one micro-batch that is updated inside backward."""
+        """A step of one micro-batch with updates inside backward; see `UpdatingStepGraph`."""
         raise NotImplementedError
 
     def _is_like_last(self, passed: Sequence[Arguments]) -> bool:
-        """Whether this step can be a graph; else all are released."""
+        """Whether this step has the shapes of the last one and can be replayed; if not, the graphs are released."""
         key = _key(passed)
         if key is None or key != self._last_key or self._gave_up:
             self.release()
@@ -135,9 +135,9 @@ class StepGraph:
         self.release()
 
     def _graphs(self, passed: Sequence[Arguments]) -> tuple[torch.cuda.CUDAGraph, list[torch.cuda.CUDAGraph], _Places]:
-        """The graph of a step's first micro-batch and that of each other one, and what they read.
+        """The graph of a step's first micro-batch, that of each other one, and the tensors they read and write.
 
-        What is missing is captured before anything is replayed: if a capture fails, no expert's load has been counted.
+        Missing graphs are captured before any is replayed: if a capture fails, no expert's load has been counted.
         """
         places = self._places or self._prepared(passed[0])
         if self._first is None:
@@ -158,8 +158,8 @@ class StepGraph:
         return graph
 
     def _prepared(self, arguments: Arguments) -> _Places:
-        """A new pool, and what graphs there read and write."""
-        torch._C._cuda_clearCublasWorkspaces()  # those of the usual stream; the graph has its own
+        """A new memory pool, and the tensors that its graphs read and write."""
+        torch._C._cuda_clearCublasWorkspaces()  # of the default stream; the graph has its own
         self._pool = torch.cuda.graph_pool_handle()
         copies = {name: None if value is None else value.clone() for name, value in arguments.items()}
         self._places = _Places(copies, *torch.ones(5, device=self.device).unbind())
@@ -171,23 +171,23 @@ class StepGraph:
 
 
 class UpdatingStepGraph(StepGraph):
-    """A whole step of one micro-batch, whose `updates` are made inside backward."""
+    """A whole step of one micro-batch as a graph, with `updates` of weights inside backward."""
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW, updates: BackwardUpdate, device: torch.device) -> None:
         self.optimizer, self.updates = optimizer, updates
         super().__init__(model, _weights_of(optimizer), device)
 
     def release(self) -> None:
-        """Give the memory of the graph back."""
+        """Free the graph and its memory pool."""
         super().release()
         self._numbers: DeviceNumbers | None = None
         self._updated: list[list[int]] = []
         """1 for each weight of each bucket that the graph updates."""
 
     def update(self, batch: Batch, lr: float) -> tuple[float, float, int] | None:
-        """The step's loss, gradient norm and counted tokens; None as in `run`.
+        """Replay a step and return its loss, gradient norm and counted tokens; None as in `run`.
 
-        Raises NotFiniteError for a loss that is not finite; nothing has changed then.
+        Raises NotFiniteError for a loss that is not finite; no weight has changed then.
         """
         passed, counts = inputs(batch, self.device), self.optimizer.counts
         if not self._is_like_last([passed]):
@@ -208,7 +208,7 @@ class UpdatingStepGraph(StepGraph):
         return loss, norm, tokens
 
     def _whole(self, passed: Arguments, lr: float) -> tuple[torch.cuda.CUDAGraph, _Places, DeviceNumbers]:
-        """The graph of a step, and what it reads."""
+        """The graph of a step, captured if missing, and the tensors it reads and writes."""
         places = self._places or self._prepared(passed)
         numbers = self._numbers or self.optimizer.device_numbers(self.device)
         if self._first is None:
@@ -234,7 +234,7 @@ class UpdatingStepGraph(StepGraph):
         return graph
 
     def _count(self, counts: list[list[int]]) -> int:
-        """How often the weights that the graph updates have been updated before, of which it has one number."""
+        """How often the weights that the graph updates have been updated so far; it must be one number for all."""
         pairs = zip(chain(*counts), chain(*self._updated), strict=True)
         found = {count for count, is_updated in pairs if is_updated}
         if len(found) != 1:
@@ -255,13 +255,13 @@ def step_graph(
         return None
     if optimizer.in_backward is None:
         return StepGraph(model, _weights_of(optimizer), device)
-    if optimizer.settings.l1:  # which the host multiplies by the learning rate
+    if optimizer.settings.l1:  # the host multiplies L1 by the learning rate, so a graph would freeze it
         return None
     return UpdatingStepGraph(model, optimizer, optimizer.in_backward, device)
 
 
 def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torch.device) -> bool:
-    """As the plan for this GPU says; on one that nobody knows, wherever it can be."""
+    """Whether steps are captured: as the plan for this GPU says; on a card not in the catalog, wherever possible."""
     total = torch.cuda.get_device_properties(device).total_memory
     try:
         machine = local_machine(0, f"{torch.cuda.get_device_name(device)}, {total // 2**20}")
@@ -275,11 +275,11 @@ def _weights_of(optimizer: MasterAdamW) -> list[Tensor]:
 
 
 def _sums(counts: list[list[int]], others: list[list[int]], sign: int = 1) -> list[list[int]]:
-    """Of both, bucket by bucket and weight by weight."""
+    """counts + sign · others, bucket by bucket and weight by weight."""
     return [[a + sign * b for a, b in zip(*pair, strict=True)] for pair in zip(counts, others, strict=True)]
 
 
 def _key(passed: Sequence[Arguments]) -> Key | None:
-    """What the micro-batches of a step have in common; None where they differ."""
+    """Names and shapes of the arguments of all micro-batches of a step; None where the micro-batches differ."""
     keys = {tuple((name, value.shape) for name, value in each.items() if value is not None) for each in passed}
     return keys.pop() if len(keys) == 1 else None

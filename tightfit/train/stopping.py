@@ -1,7 +1,7 @@
 """Requests to stop: SIGINT, SIGTERM and SIGHUP let the current step finish and be saved; a second one stops at once.
 
-Those that follow closely are the same request: Slurm asks all processes, and who started a rank passes it on. A signal
-that was ignored when the run began (nohup) stays ignored.
+Signals within SAME_REQUEST_S of the first are the same request: Slurm signals all processes of a job, and a launcher
+forwards the signal to its ranks. A signal that was ignored when the run began (nohup) stays ignored.
 """
 
 import signal
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SAME_REQUEST_S = 2.0
-"""Within this, signals that ask to stop are one request."""
+"""Stop signals within this time of the first are one request."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,7 +32,7 @@ class StopRequest:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Signals are requests inside."""
+        """Inside the block, SIGNALS are stop requests; the previous handlers come back after it."""
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, self._ask) for number in heard}
         try:

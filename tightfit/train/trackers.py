@@ -1,6 +1,6 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, where they are asked for.
+"""Receivers of metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, if the job names them.
 
-A tracker is told numbers by step and never fails a run. Each finds its own settings where its users put them (a login,
+A tracker gets numbers by step and never fails a run. Each finds its own settings where its users put them (a login,
 `WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`); without them Weights & Biases and MLflow write into the run's directory.
 A resumed run goes on under the same name.
 """
@@ -22,24 +22,24 @@ PACKAGES = {
 
 
 class Tracker(Protocol):
-    """Something that is told numbers."""
+    """A receiver of metrics."""
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of one step."""
+        """Take the numbers of one step."""
 
     def close(self) -> None:
-        """No more will come."""
+        """End the tracked run."""
 
 
 def require_trackers(job: Job) -> None:
-    """A sentence for the first tracker that is asked for and not installed."""
+    """Refuse a tracker that the job names and that is not installed."""
     for field, (package, remedy) in PACKAGES.items():
         if getattr(job.logging, field) and importlib.util.find_spec(package) is None:
             raise UserError(f"logging.{field} is true, but it is not installed: {remedy}")
 
 
 def open_trackers(job: Job, resumed_step: int, say: Callable[[str], None]) -> list[Tracker]:
-    """Those that `job` asks for; one that cannot begin (no login, no network) is a warning."""
+    """The trackers that `job` names; one that cannot begin (no login, no network) is a warning and left out."""
     makers: dict[str, Callable[[Job, int], Tracker]] = {
         "tensorboard": TensorBoard,
         "wandb": WeightsAndBiases,
@@ -65,12 +65,12 @@ class TensorBoard:
         self._writer = SummaryWriter(str(job.output / "tensorboard"), purge_step=resumed_step + 1)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """A scalar each."""
+        """Write one scalar per number."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush what is held."""
+        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -90,7 +90,7 @@ class WeightsAndBiases:
         )
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """One row."""
+        """Log one row."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -114,22 +114,22 @@ class MLflow:
         self._client.log_dict(self._id, job.model_dump(mode="json"), "job.json")
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """A metric each."""
+        """Log one metric per number."""
         for name, value in values.items():
             self._client.log_metric(self._id, name, value, step=step)
 
     def close(self) -> None:
-        """Say that it has ended."""
+        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 
 def _identity(run: Path) -> str:
-    """An identity that is the same for the same directory, so that a resumed run goes on."""
+    """A W&B run id derived from the directory, so that a resumed run continues the same W&B run."""
     from hashlib import sha256
 
     return sha256(str(run).encode()).hexdigest()[:16]
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `values` that a tracker can draw."""
+    """The numeric ones of `values`."""
     return {name: value for name, value in values.items() if isinstance(value, int | float)}

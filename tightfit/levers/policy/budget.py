@@ -1,13 +1,13 @@
-"""Budget: which layers keep how much in so many bytes, so that the least time goes into computing again.
+"""Budget: the level at which each layer keeps activations within a number of bytes, for the least recomputation time.
 
-A layer keeps one of four levels (recompute.py), each with bytes and seconds of recomputation. Layers of a kind (routed
-or not, windowed or not) are alike, so a choice is a number of layers per kind and level: a multiple-choice knapsack,
-small enough to be solved exactly. Where there are several kinds, all choices of each are listed without those that
-another beats in both bytes and seconds; kinds are added up likewise, and the quickest sum in the budget is taken.
+A layer keeps one of four levels (recompute.py), each with its bytes and seconds of recomputation. Layers of a kind
+(routed or not, windowed or not) have equal costs, so a choice is a number of layers per kind and level: a
+multiple-choice knapsack, small enough to be solved exactly. With several kinds, the Pareto-optimal choices (bytes,
+seconds) of each are listed and combined kind by kind, dominated sums being dropped; the fastest sum in the budget wins.
 
-Layers that keep less come first. Backward begins with the last layers: what they keep is freed while gradients of
-weights are still few, and the memory in which a layer is computed again is needed only when most of what was kept is
-gone. (What the layers before any one keep is then least.)
+Layers that keep less come first. Backward begins with the last layers: the activations they keep are freed while few
+gradients of weights exist yet, and the workspace of recomputation is needed only when most kept activations are freed.
+(The layers before any given one then keep the least.)
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -19,18 +19,18 @@ from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel
 
 
 class KeepOption(NamedTuple):
-    """What keeping at one level costs a layer: bytes on the GPU, and seconds of computing the rest again."""
+    """The cost of one level for a layer: bytes kept on the GPU, and seconds of recomputing the rest."""
 
     bytes: int
     seconds: float
 
 
 Options = Sequence[KeepOption]
-"""One for each level."""
+"""One option for each level."""
 
 
 class KeepChoice(NamedTuple):
-    """How many layers of each kind keep at each level, and what that costs together."""
+    """The number of layers of each kind at each level (`counts`), and their total bytes and seconds."""
 
     bytes: int
     seconds: float
@@ -42,7 +42,7 @@ def cheapest_levels(
 ) -> tuple[KeepLevel, ...]:
     """The level of each layer, given the kind of each and the options of each kind.
 
-    Beside `always_bytes`, which are held whatever is chosen, they keep no more than `budget_bytes` together.
+    Together with `always_bytes`, which are kept in any case, the layers keep at most `budget_bytes`.
     """
     counts = [kinds.count(kind) for kind in options]
     best = cheapest(list(options.values()), counts, budget_bytes - always_bytes)
@@ -60,7 +60,7 @@ def cheapest_levels(
 
 
 def cheapest(options: Sequence[Options], counts: Sequence[int], budget_bytes: int) -> KeepChoice | None:
-    """The quickest choice for `counts[k]` layers with `options[k]` each; None where none is within `budget_bytes`."""
+    """The fastest choice for `counts[k]` layers with `options[k]` each; None where none fits in `budget_bytes`."""
     if len(options) == 1:
         return _quickest_of_one_kind(options[0], counts[0], budget_bytes)
     sums = [KeepChoice(0, 0.0, ())]
@@ -72,8 +72,8 @@ def cheapest(options: Sequence[Options], counts: Sequence[int], budget_bytes: in
 
 
 def _quickest_of_one_kind(options: Options, count: int, budget_bytes: int) -> KeepChoice | None:
-    """Of the first two options, the quicker one is taken as often as it fits, whatever is taken of the others: so only
-    deals of those others are gone through."""
+    """For given counts of all options but the first two, the faster one of these two is taken as often as it fits; so
+    only the counts of the other options, and the first two's sum, are enumerated."""
     slow, quick = (0, 1) if options[1].seconds <= options[0].seconds else (1, 0)
     more_bytes = options[quick].bytes - options[slow].bytes
     best: KeepChoice | None = None
@@ -106,7 +106,7 @@ def _deals(count: int, options: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _unbeaten(choices: Iterator[KeepChoice]) -> list[KeepChoice]:
-    """Without those that another needs neither more bytes nor more seconds than."""
+    """The Pareto front: choices for which no other has as few bytes and as few seconds."""
     found: list[KeepChoice] = []
     for choice in sorted(choices, key=lambda each: (each.bytes, each.seconds)):
         if not found or choice.seconds < found[-1].seconds:

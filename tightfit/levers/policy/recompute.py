@@ -1,13 +1,13 @@
-"""Which layers are computed again in backward (activation checkpointing), and what they keep of their forward pass.
+"""Which layers are recomputed in backward (activation checkpointing), and what they keep of their forward pass.
 
-Four levels, each with what the one before keeps (Korthikanti et al. 2022 call the middle ones selective):
+Four levels, each keeping more than the one before (Korthikanti et al. 2022 call the middle ones selective):
 
-    nothing      the layer's input; all of it is computed again, but for its last product
-    attention    and attention's output with its float32 per row and head: the dearest result per byte at long lengths
-    matmuls      and every matrix product that something else is computed from; norms, rope and the gate are left to do
-    everything   what autograd keeps; nothing is computed again
+    nothing      the layer's input; the layer is recomputed, except its last product
+    attention    and attention's output and logsumexp (float32 per row and head): most seconds per byte at long lengths
+    matmuls      and every matrix product that other results depend on; norms, rope and the gate are recomputed
+    everything   all that autograd saves; nothing is recomputed
 
-A budget in bytes chooses levels itself: budget.py.
+With a budget in bytes the levels are chosen by budget.py.
 """
 
 from collections.abc import Iterable
@@ -30,13 +30,13 @@ def needs_last_product(spec: ModelSpec, layer: int) -> bool:
 def fixed_levels(
     layers: Iterable[int], *, model_layers: int, every: int, count: int, keep: KeepLevel
 ) -> tuple[KeepLevel, ...]:
-    """The level of each of `layers`, where every n-th one or `count` evenly spread ones are recomputed."""
+    """The level of each of `layers`: `keep` for every `every`-th one or `count` evenly spread ones, else everything."""
     recomputed = recomputed_layers(model_layers, every=every, count=count)
     return tuple(keep if layer in recomputed else "everything" for layer in layers)
 
 
 def recomputed_layers(model_layers: int, *, every: int, count: int) -> set[int]:
-    """Layers of a model of `model_layers` that are computed again."""
+    """Numbers of the layers, out of `model_layers`, that are recomputed."""
     if sentence := missing_layers(count, model_layers):
         raise UserError(sentence)
     if count:

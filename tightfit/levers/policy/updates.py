@@ -1,7 +1,7 @@
 """How much of the weights AdamW updates at a time."""
 
 BUCKET_BYTES = 256 * 2**20
-"""Float32 copies of narrow gradients, made for torch's AdamW (train/optimizer), of which so many exist at a time."""
+"""The most bytes at a time of float32 copies of 16-bit gradients, made for torch's AdamW (train/optimizer)."""
 FACTORED_CHUNK_ELEMENTS = 2**22
-"""Of a factored matrix, what is updated at a time (levers/optimizer_states.py): three float32 intermediates of so many
-numbers, 48 MiB."""
+"""Elements of a matrix with factored moments updated at a time (levers/optimizer_states.py): three float32
+intermediates of so many elements, 48 MiB."""

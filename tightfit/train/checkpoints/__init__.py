@@ -1,1 +1,1 @@
-"""What a run saves so that it can be resumed: a directory anybody can load, or pieces written by all ranks."""
+"""What a run saves so that it can be resumed: a Hugging Face directory, or pieces written by all ranks."""

@@ -1,16 +1,17 @@
-"""Checkpoints: a Hugging Face directory that anybody can load, plus what resuming needs in `training/`.
+"""Checkpoints: a Hugging Face directory that other programs can load, plus what resuming needs in `training/`.
 
     run/checkpoints/step-00000100/
         config.json  model.safetensors  tokenizer.json …     the model
         training/state.safetensors                           optimizer states, master weights, RNG
         training/state.json                                  step, loader position, loss scale, the job
 
-A run of adapters has them in the model's place, with the name and the digest of their model (models/adapted.py).
-Each is written whole or not at all (`durable.py`); the newest `keep` stay. No pickle anywhere.
+The checkpoint of a run that trains adapters holds the adapters instead of the model, with the base model's name and
+digest (models/adapted.py). A checkpoint is written whole or not at all (`durable.py`); the newest `keep` stay. No
+pickle anywhere.
 
-Of several ranks the first one writes: shards are gathered a tensor at a time, on the device, and kept in host memory.
-So the files are those of a single process, and any number of ranks, in any layout, can go on from them. The price is
-host memory on the first rank's machine, as much as the checkpoint is large, and that the others wait.
+Of several ranks the first one writes: shards are all-gathered a tensor at a time, on the device, and kept in host
+memory. So the files are those of a single process, and any number of ranks, in any layout, can resume from them. The
+price is host memory of the checkpoint's size on the first rank's machine, and that the other ranks wait.
 """
 
 import json
@@ -53,19 +54,19 @@ STATE_PREFIX = "optimizer/"
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands between two steps, apart from tensors."""
+    """All that resuming needs between two steps, apart from tensors."""
 
     step: int
     loader: dict[str, Any]
     loss_scale: dict[str, Any]
     job: dict[str, Any]
     facts: dict[str, Any]
-    """What the run found out and a resume must find again: precision, data fingerprint, total steps."""
+    """Must be the same when the run is resumed: precision, rows, fingerprints of data, base model and teacher."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """What a checkpoint of adapters says beside their values."""
+    """What a checkpoint of adapters records beside their values."""
 
     settings: AdapterTraining
     base: BaseModel
@@ -73,14 +74,14 @@ class SavedAdapter:
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors of a checkpoint, whole; with `adapter`, those of the model's adapters alone."""
+    """The tensors of a checkpoint, unsharded; with `adapter`, only the model's adapters are written."""
 
     model: Decoder
     states: dict[str, Tensor]
     adapter: SavedAdapter | None = None
 
     def write(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Into an existing directory, but for the states."""
+        """Write model (or adapters) and tokenizer into an existing directory; states are written elsewhere."""
         if self.adapter is None:
             return write_model(folder, self.model, tokenizer)
         settings, model = self.adapter.settings, self.model
@@ -99,7 +100,7 @@ class Content:
 
 
 def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: Ranks = ALONE) -> Content:
-    """What a checkpoint holds of a model that computes in `dtype`. All ranks call this; the first has all of it."""
+    """The content of a checkpoint, weights in `dtype`. All ranks call this; the first one gets all tensors."""
     if optimizer.engine is not None:
         weights = optimizer.engine.weights(dtype, ranks)
         return Content(_complete(model.spec, weights), optimizer.engine.states(ranks))
@@ -113,7 +114,7 @@ def gathered(model: Decoder, optimizer: MasterAdamW, dtype: torch.dtype, ranks: 
 
 
 def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
-    """A decoder of these tensors; one without any where this rank has none."""
+    """A decoder with these tensors as its weights; it stays on the meta device where there are none."""
     with torch.device("meta"):
         model = Decoder(spec)
     if weights:
@@ -122,8 +123,8 @@ def _complete(spec: ModelSpec, weights: Mapping[str, Tensor]) -> Decoder:
 
 
 def _wholes(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All of every tensor that this stage has in host memory on the process that speaks for it, cast to `dtype` if
-    given; nothing on the others."""
+    """Every tensor of this stage, all-gathered, in host memory of the stage's leader, cast to `dtype` if given; nothing
+    on the other ranks."""
     found = {}
     for name, tensor in tensors.items():
         complete = whole(tensor)
@@ -140,7 +141,8 @@ def checkpoint_path(run: Path, step: int) -> Path:
 def save_checkpoint(
     run: Path, content: Content, tokenizer: Tokenizer, position: Position, keep: int, *, keep_best: bool = False
 ) -> Path:
-    """Write the checkpoint of `position.step`, then let go of all but the newest `keep` and, if asked, the best."""
+    """Write the checkpoint of `position.step`, then delete older ones than the newest `keep`, but for the best one if
+    `keep_best`."""
     target = checkpoint_path(run, position.step)
     try:
         if target.exists():
@@ -160,7 +162,7 @@ def save_checkpoint(
 
 
 def what_is_safe(run: Path) -> str:
-    """The end of a sentence that tells of a failure: what can be resumed from."""
+    """The end of an error message: the checkpoint that can be resumed from."""
     found = checkpoints_of(run)
     return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
 
@@ -195,7 +197,7 @@ def read_position(checkpoint: Path) -> Position:
 
 
 def _check_position(position: Position) -> None:
-    """What resuming relies on, field by field."""
+    """Raise ValueError where a field has not the type or range that resuming relies on."""
     if type(position.step) is not int or position.step < 0:
         raise ValueError(f"step is {position.step!r:.40}")
     for name in ("loader", "loss_scale", "job", "facts"):
@@ -203,13 +205,13 @@ def _check_position(position: Position) -> None:
             raise ValueError(f"{name} is not an object")
     scale = LossScale(**position.loss_scale)
     if not (type(scale.calm_steps) is type(scale.growth_interval) is int and isinstance(scale.dynamic, bool)):
-        raise ValueError("loss_scale has counts that are none")
+        raise ValueError("loss_scale has counts that are no integers")
     if not all(isinstance(each, float) and 0 < each < math.inf for each in (scale.value, scale.smallest)):
         raise ValueError("loss_scale has a factor that is none")
 
 
 def go_back(checkpoint: Path) -> str:
-    """The end of a sentence about a checkpoint that cannot be used: which one to take instead."""
+    """The end of an error message about an unusable checkpoint: which one to take instead."""
     run = checkpoint.parent.parent
     older = [path.name for path in checkpoints_of(run) if path.name < checkpoint.name]
     if older:
@@ -245,7 +247,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
 
 
 class _States(Mapping[str, Tensor]):
-    """The optimizer's tensors in an open safetensors file, each read when it is asked for."""
+    """The optimizer's tensors in an open safetensors file, each read on access."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -273,11 +275,11 @@ def best_checkpoint(run: Path) -> Path | None:
 
 
 def superseded(run: Path, keep: int, *, keep_best: bool) -> list[Path]:
-    """The checkpoints that need not be kept any longer."""
+    """The checkpoints to delete: all but the newest `keep` and, with `keep_best`, the best."""
     best = best_checkpoint(run) if keep_best else None
     return [path for path in checkpoints_of(run)[:-keep] if path != best]
 
 
 def step_of(checkpoint: Path) -> int:
-    """The steps that a checkpoint has behind it, from its name."""
+    """The step that a checkpoint was taken after, from its name."""
     return int(checkpoint.name.removeprefix("step-"))

@@ -1,8 +1,8 @@
-"""Room on disk for a run's checkpoints, asked for before the run begins.
+"""Room on disk for a run's checkpoints, checked before the run begins.
 
 A checkpoint holds weights, float32 masters where there are some, and both moments:
     bytes = parameters × (weight + master + moments)      two weights under schedule 2bw
-The newest `saving.keep` of them stay, with `saving.keep_best` one more, and another one while it is written.
+The newest `saving.keep` stay, with `saving.keep_best` one more; while a checkpoint is written, it is one more again.
 """
 
 import shutil
@@ -17,7 +17,8 @@ from tightfit.models.resolve import checkpoints_of
 
 
 def checkpoint_bytes(workload: Workload, levers: Levers, *, versions: int = 1) -> int:
-    """What one checkpoint takes, without its small files; `versions` of the weights are in it. Of adapters, theirs."""
+    """Bytes of one checkpoint with `versions` of the weights, without its small files; where adapters are trained, of
+    the adapters alone."""
     master = 4 if workload.has_masters else 0
     per_param = versions * workload.weight_bytes + master + moment_bytes(levers, wide=workload.updates_wide)
     trained = workload.spec.params() if workload.adapted is None else workload.adapted.params(workload.spec)
@@ -25,18 +26,18 @@ def checkpoint_bytes(workload: Workload, levers: Levers, *, versions: int = 1) -
 
 
 def added_checkpoints(job: Job, first_step: int, total_steps: int, existing: int) -> int:
-    """How many more than now there will be at most, while the last of them is written."""
+    """The most checkpoints that there will be at once, less the `existing` ones."""
     every = job.saving.every or total_steps
     saves = total_steps // every - first_step // every + (total_steps % every > 0)
     return max(0, min(existing + saves, job.saving.keep + job.saving.keep_best + 1) - existing)
 
 
 def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_steps: int, replaces: bool) -> None:
-    """A sentence where the run's checkpoints do not fit beside what is there."""
+    """Refuse a run whose checkpoints do not fit on the disk beside the existing ones."""
     existing = 0 if replaces else len(checkpoints_of(job.output))
     count = added_checkpoints(job, first_step, total_steps, existing)
     if replaces:
-        count = min(count, 1)  # the old run goes after the first
+        count = min(count, 1)  # the old run is deleted after the first
     each = checkpoint_bytes(workload, job.levers, versions=1 + job.layout.has_two_versions)
     free = shutil.disk_usage(_existing(job.output)).free
     if each * count > free:

@@ -5,11 +5,11 @@
         sharded/                          weights and optimizer states in pieces (torch.distributed.checkpoint)
         training/state.json               step, loader position, loss scale, the job
 
-Saving copies what a rank has to host memory (of what several data ranks have, the first one's) and returns; a thread of
-each rank writes its pieces, over a process group of its own, and the first process gives the directory its name when
-all are on the disk. A kill before that leaves the checkpoint before. One is written at a time: the next one waits for
-it. Any layout reads them, and what exports models (models/sharded_weights.py). The directory must be one that all ranks
-see.
+Saving copies a rank's shards to host memory (of tensors that several data ranks hold, only the first one does) and
+returns; a thread of each rank writes its pieces, with a process group of its own, and the first process renames the
+directory when all pieces are on the disk. A kill before that leaves the previous checkpoint. One checkpoint is written
+at a time: the next save waits for it. A run of any layout can resume from the pieces, and models are exported from them
+(models/sharded_weights.py). The directory must be on a file system that all ranks share.
 """
 
 import json
@@ -52,7 +52,7 @@ from tightfit.train.optimizer.adamw import MasterAdamW, is_optional
 
 @dataclass
 class _Pending:
-    """A checkpoint being written."""
+    """A checkpoint being written to `folder`, to be renamed to `target`."""
 
     future: "Future[Any]"
     folder: Path
@@ -67,8 +67,8 @@ class ShardedSaver:
 
     def __init__(self, ranks: Ranks, layout: Layout) -> None:
         self.ranks, self.is_writer = ranks, ranks.rank < shard_holders(layout)
-        """Whether this rank has parts that no earlier data rank has: copies are not even staged."""
-        self.group = dist.new_group(backend="gloo")  # the thread's, so that it never meets training's collectives
+        """Whether this rank has shards that no earlier data rank has; other ranks do not copy theirs to the host."""
+        self.group = dist.new_group(backend="gloo")  # for the thread, whose collectives must not mix with training's
         self.pending: _Pending | None = None
 
     def save(
@@ -83,7 +83,7 @@ class ShardedSaver:
         *,
         keep_best: bool = False,
     ) -> None:
-        """Begin to write the checkpoint of `position.step`, once the one before is complete."""
+        """Start writing the checkpoint of `position.step`, once the previous one is complete."""
         self.finish()
         target = checkpoint_path(run, position.step)
         folder = self.ranks.broadcast(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
@@ -100,7 +100,7 @@ class ShardedSaver:
         self.pending = _Pending(written, folder, target, keep, keep_best)
 
     def finish(self) -> None:
-        """Wait until what is being written is complete and has its name."""
+        """Wait until the pending checkpoint is complete and renamed."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -110,12 +110,12 @@ class ShardedSaver:
         self.ranks.barrier()
 
     def poll(self) -> None:
-        """Give what has been written its name, without waiting for anything."""
+        """Rename the pending checkpoint if all of it is written; never waits."""
         if self.pending is not None and self.pending.future.done():
             self._name(self.pending)
 
     def _name(self, pending: _Pending) -> None:
-        """The first process's write ends when those of all ranks have."""
+        """Rename the checkpoint, on the first process; its write ends only after those of all ranks."""
         if self.ranks.first and not pending.named:
             with _failures_told(pending.target):
                 pending.future.result()
@@ -125,11 +125,11 @@ class ShardedSaver:
 
 @contextmanager
 def _failures_told(target: Path) -> Iterator[None]:
-    """What cannot be written, at once or later in the background, is one sentence."""
+    """Turn write errors, immediate ones and those of the background thread, into a UserError of one sentence."""
     try:
         yield
     except (OSError, CheckpointException) as error:
-        failures = list(getattr(error, "failures", {}).values())  # of a rank's thread
+        failures = list(getattr(error, "failures", {}).values())  # of the ranks' threads
         cause = failures[0][0] if failures else error
         raise UserError(
             f"cannot write checkpoint {target}: {getattr(cause, 'strerror', None) or cause}; make room or change "
@@ -144,7 +144,7 @@ def _content(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
 
 
 def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenizer, position: Position) -> None:
-    """What is not in pieces."""
+    """Write the files that are not in pieces."""
     (folder / "training").mkdir(parents=True)
     write_config(folder, model.spec, tokenizer, dtype)
     tokenizer.save(folder)
@@ -153,7 +153,7 @@ def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenize
 
 
 def _digested(written: "Future[Any]", folder: Path) -> "Future[Any]":
-    """Done when the pieces are `written` and their checksums with them, by the thread that writes."""
+    """A future that is done when the writing thread has `written` the pieces and then their checksums."""
     future: Future[Any] = Future()
 
     def digest(done: "Future[Any]") -> None:
@@ -170,7 +170,7 @@ def _digested(written: "Future[Any]", folder: Path) -> "Future[Any]":
 
 
 def _complete(pending: _Pending) -> None:
-    """Everything to the disk, then the name, then let go of old ones."""
+    """Flush everything to the disk, rename the directory, then delete superseded checkpoints."""
     flush_tree(pending.folder)
     if pending.target.exists():
         discard_directory(pending.target)
@@ -181,7 +181,7 @@ def _complete(pending: _Pending) -> None:
 
 
 def restore_sharded_states(checkpoint: Path, optimizer: MasterAdamW) -> None:
-    """Optimizer states, master weights and RNG, of which every rank reads its own part."""
+    """Load optimizer states, master weights and RNG; every rank reads only its own shards."""
     reader = open_pieces(checkpoint)
     stored = _stored_states(checkpoint, reader)
     own = optimizer.state_in(stored)
@@ -207,7 +207,7 @@ def _require_fit(
     *,
     others_hold_more: bool,
 ) -> None:
-    """Torch would cast what has another dtype and pass over what nobody asks for: say so instead."""
+    """Refuse states of other names, dtypes or shapes: torch would cast them, and skip stored ones without a target."""
     odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys()
     if odd := {name for name in odd if not is_optional(name)}:
         raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")

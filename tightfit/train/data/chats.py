@@ -1,9 +1,9 @@
-"""Conversations to learn answers from, in the shapes people publish them, brought to one: messages with roles.
+"""Conversations to learn answers from, read from the usual published formats into one: messages with roles.
 
-The shape is recognised row by row, by the fields that are there and not null, so files of different origin can be
+The format is recognised row by row, by the fields that are present and not null, so files of different origin can be
 mixed: OpenAI `messages`, ShareGPT `conversations`, Alpaca `instruction`/`input`/`output`, and the pairs
-`prompt`/`completion`, `prompt`/`response` and `question`/`answer`. A row from which nothing can be learned is an error,
-as it is nearly always a mistake in making the file.
+`prompt`/`completion`, `prompt`/`response` and `question`/`answer`. A row without an answer is an error, as it is nearly
+always a mistake in making the file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +18,15 @@ from tightfit.train.data.sources import Source
 Message = dict[str, str]
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MOST_CHARACTERS = 2**21
-"""Of one conversation, which is tokenized as a whole: some 0.5 GiB at worst. No row to train on holds as much."""
+"""The most characters of a conversation, which is tokenized as a whole: some 0.5 GiB of host memory at worst. No
+training row holds as much."""
 MOST_MESSAGES = 2_000
 SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages of `role` and `content`, where they stand, and their share of the source's bytes (for progress)."""
+    """Messages of `role` and `content`, their place in the source, and their share of its bytes (for progress)."""
 
     messages: list[Message]
     where: str
@@ -40,7 +41,7 @@ def read_chats(sources: Sequence[Source]) -> Iterator[Chat]:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """The conversation of `row`, whatever its shape, with at least one answer."""
+    """The conversation of `row` in any known format; one without an answer is refused."""
     given = {name: value for name, value in row.fields.items() if value is not None}
     for needed, read in SHAPES:
         if all(name in given for name in needed):
@@ -90,7 +91,7 @@ def _pair(question: str, answer: str) -> Callable[..., list[Message]]:
 
 
 def _alpaca(fields: Mapping[str, Any], where: str) -> list[Message]:
-    """Instruction and answer, with the input, where there is one, below the instruction."""
+    """Instruction and answer; the input, if any, is appended to the instruction."""
     messages = _pair("instruction", "output")(fields, where)
     if addition := text_value(fields.get("input", ""), "input", where):
         messages[0]["content"] += f"\n\n{addition}"

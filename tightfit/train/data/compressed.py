@@ -1,4 +1,4 @@
-"""Files compressed with gzip or Zstandard, read as what is inside, a block at a time.
+"""Files compressed with gzip or Zstandard, decompressed while they are read, a block at a time.
 
 A few kB can hold gigabytes: a file that grows to more than `MOST_EXPANSION` times its size is refused, as no text does.
 Zstandard is read by pyarrow, which the training install has.
@@ -15,23 +15,23 @@ from tightfit.errors import UserError
 SUFFIXES = (".gz", ".zst")
 MOST_EXPANSION = 200
 FREE_BYTES = 2**20
-"""What any file may grow to: short lines repeated in a small file compress well."""
+"""Bytes that any file may grow to: short lines repeated in a small file compress well."""
 USUAL_EXPANSION = 4
-"""Of text, by which progress is told before the end is known."""
+"""Typical ratio for text, from which progress is estimated."""
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name says so."""
+    """Whether the file's suffix is one of SUFFIXES."""
     return path.suffix.lower() in SUFFIXES
 
 
 def inner_name(path: Path) -> Path:
-    """The name without the suffix of compression."""
+    """The path without its suffix of compression."""
     return path.with_suffix("") if is_compressed(path) else path
 
 
 def open_compressed(path: Path) -> io.BufferedReader:
-    """What is inside `path`, opened for reading."""
+    """The decompressed content of `path`, opened for reading."""
     inside: Any = gzip.GzipFile(path, "rb") if path.suffix.lower() == ".gz" else _zstandard(path)
     return io.BufferedReader(_Bounded(inside, path))
 
@@ -45,14 +45,14 @@ def _zstandard(path: Path) -> Any:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream of decompressed bytes, whose errors are sentences and whose length has a bound."""
+    """A stream of decompressed bytes that raises UserErrors and refuses to grow beyond its bound."""
 
     def __init__(self, inside: Any, path: Path) -> None:
         self.inside, self.path, self.position = inside, path, 0
         self.most = FREE_BYTES + MOST_EXPANSION * path.stat().st_size
 
     def readable(self) -> bool:
-        """A stream that can be read."""
+        """Always True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -70,11 +70,11 @@ class _Bounded(io.RawIOBase):
         return len(block)
 
     def tell(self) -> int:
-        """Bytes read so far."""
+        """Decompressed bytes read so far."""
         return self.position
 
     def close(self) -> None:
-        """Both streams."""
+        """Close this stream and the compressed one."""
         if not self.closed:
             self.inside.close()
         super().close()

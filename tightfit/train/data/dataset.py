@@ -1,8 +1,8 @@
 """Rows to train on, cut from a TokenStore: a stream in windows, or conversations packed whole.
 
-Every row is a dict of three tensors of `sequence_length`: `tokens` (int64), `labels` (int64, the token that follows
-each, −100 where it does not count) and `documents` (int32, the number of each token's document within the row, padding
-having one of its own). Nothing is copied until a row is asked for.
+Every row is a dict of three tensors of `sequence_length`: `tokens` (int64), `labels` (int64, the next token of each,
+−100 where it is not counted) and `documents` (int32, the number of each token's document within the row; padding is a
+document of its own). Nothing is copied until a row is read.
 """
 
 from bisect import bisect_right
@@ -23,10 +23,10 @@ Row = dict[str, Tensor]
 
 
 class PackedText(Dataset[Row]):
-    """A part's documents as one stream, cut into windows: row i reads tokens i·T … (i+1)·T − 1, predicts one further.
+    """The documents of `part` as one stream, cut into windows: row i has tokens i·T … (i+1)·T − 1 and labels one later.
 
     Every token but the first is a label exactly once. With `separate_documents` the first token of each document is no
-    label, as nothing before it says anything about it, and documents are numbered; without, a row is one document.
+    label, as its own document does not predict it, and documents are numbered; without, a row is one document.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PackedText(Dataset[Row]):
         return _row(tokens[:T], labels[:T], np.append(0, np.cumsum(changes))[:T], T)
 
     def _read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens start … stop − 1 of the part's stream, and their positions in the store's."""
+        """Tokens start … stop − 1 of the part's stream, and their positions in the store's stream."""
         tokens, positions = [], []
         span = bisect_right(self._span_starts, start) - 1
         while start < stop:
@@ -71,11 +71,11 @@ class PackedText(Dataset[Row]):
 
 
 class PackedChats(Dataset[Row]):
-    """Whole conversations, several to a row (or one, without `pack`); only what the assistant says is a label.
+    """Whole conversations, several to a row (or one, without `pack`); only tokens of the assistant are labels.
 
-    A conversation too long for a row is cut so that answers keep their ends where that is possible (`fitting_window`),
-    and is left out if no answer remains: `truncated` and `dropped` count these, `lost_answer_tokens` what they lose.
-    The last token of a conversation is only ever a label, so one of T + 1 tokens fits.
+    A conversation too long for a row is cut, if possible so that answers keep their ends (`fitting_window`), and is
+    left out if no answer remains: `truncated` and `dropped` count these, `lost_answer_tokens` the labels they lose.
+    The last token of a conversation is only ever a label, so a conversation of T + 1 tokens fits.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class PackedChats(Dataset[Row]):
 
     @property
     def answer_tokens(self) -> int:
-        """What the assistant says in all conversations of this part, those that are left out among them."""
+        """Tokens of the assistant in all conversations of this part, those left out included."""
         return sum(int(self.store.mask(i).sum()) for i in self.candidates.tolist())
 
     def _packed(self, conversations: np.ndarray, lengths: np.ndarray, seed: int, pack: bool) -> list[list[int]]:
         if not pack:
             return [[i] for i in conversations.tolist()]
-        # Equal lengths are alike to the packing, so the seed decides who shares a row.
+        # Best fit takes equal lengths in the order given, so the seed decides which of them share a row.
         order = shuffled(len(conversations), seed, "packing")
         rows = best_fit(lengths[order].tolist(), self.sequence_length)
         return [conversations[order[row]].tolist() for row in rows]
@@ -138,10 +138,11 @@ class PackedChats(Dataset[Row]):
 
 
 def fitting_window(mask: np.ndarray, size: int) -> tuple[int, int]:
-    """Which `size` tokens of a conversation that is too long are kept: the first of them, and one past the last.
+    """The `size` tokens [first, stop) that are kept of a longer conversation.
 
-    A window ends where an answer ends that is in it as a whole; of these, the one with most tokens of answers. Where
-    none has half as many as the plain beginning of the conversation (or of a late first answer), that is taken.
+    Candidates are windows that end with an answer which they contain whole; the one with the most answer tokens wins.
+    Where it has less than half as many as the beginning of the conversation (if the first answer comes late, a window
+    around its beginning), that is taken instead.
     """
     counted = np.append(0, np.cumsum(mask))
     starts = np.flatnonzero(mask & ~np.append(False, mask[:-1]))
@@ -156,7 +157,7 @@ def fitting_window(mask: np.ndarray, size: int) -> tuple[int, int]:
 
 
 def _row(tokens: np.ndarray, labels: np.ndarray, documents: np.ndarray, length: int) -> Row:
-    """Padded to `length`: token 0 that predicts nothing, in a document of its own."""
+    """A row padded to `length` with token 0, without labels, in a document of its own."""
     padding = (0, length - len(tokens))
     return {
         "tokens": torch.from_numpy(np.pad(tokens, padding)),

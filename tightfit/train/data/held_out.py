@@ -1,7 +1,7 @@
-"""What is trained on and what is kept aside to evaluate on.
+"""The split of a token store into a part to train on and a held-out part to evaluate on.
 
-The choice is by whole documents and at random (by seed), so both parts see the whole variety of the data and no
-document is in both. A single document can only be cut: its last windows are kept aside.
+Whole documents are chosen at random (by seed), so both parts cover the variety of the data and no document is in both.
+A single document can only be cut: its last windows are held out.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tightfit.train.data.token_store import TokenStore
 
 @dataclass(frozen=True, eq=False)
 class StorePart:
-    """Stretches of a store's stream, in order: int64 [stretches, 2], first token and one past the last."""
+    """Ranges of a store's token stream, in order: int64 [ranges, 2], first token and one past the last."""
 
     spans: np.ndarray
 
@@ -32,7 +32,7 @@ def everything(store: TokenStore) -> StorePart:
 
 
 def split(store: TokenStore, held_out: float, *, seed: int, sequence_length: int) -> tuple[StorePart, StorePart | None]:
-    """The part to train on and, unless `held_out` is 0, the part that share of the documents makes."""
+    """The part to train on and, unless `held_out` is 0, the part with that share of the documents."""
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}; give a share of at least 0 and below 1")
     if held_out == 0:
@@ -45,7 +45,7 @@ def split(store: TokenStore, held_out: float, *, seed: int, sequence_length: int
 
 
 def _part(store: TokenStore, documents: np.ndarray) -> StorePart:
-    """Documents that follow each other in the store become one stretch."""
+    """The part with these documents; consecutive ones are joined into one range."""
     documents = np.sort(documents)
     breaks = np.flatnonzero(np.diff(documents) != 1)
     first, last = np.append(0, breaks + 1), np.append(breaks, len(documents) - 1)

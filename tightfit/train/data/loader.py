@@ -1,9 +1,9 @@
 """Endless, shuffled, resumable batches: torchdata's StatefulDataLoader over a sampler that counts rows.
 
 Row p of the run, counted over all ranks, is row p mod N of the p div N-th permutation, so the whole state is the one
-number p: resuming needs no replay, and ranks can change in number as long as the global batch does not. Epochs follow
-each other without a gap; a batch may span two. Loading happens in the training process (rows are a memory map's copy
-away), so nothing is fetched ahead and the state is that of the batch last given.
+number p: resuming needs no replay, and the number of ranks can change as long as the global batch does not. Epochs
+follow each other without a gap; a batch may span two. Rows are loaded in the training process (a copy from a memory
+map), so nothing is prefetched and the state is that of the last batch yielded.
 """
 
 import warnings
@@ -48,13 +48,13 @@ class EndlessRows:
         return int(self._order[index])
 
     def state_dict(self) -> dict[str, int]:
-        """The position, and what it is only right for."""
+        """The position, with the number of rows and the seed that it is valid for."""
         return {"consumed_rows": self.consumed_rows, "rows": self.rows, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue from a position in the same data and order."""
         if not all(type(state[name]) is int and state[name] >= 0 for name in ("consumed_rows", "rows", "seed")):
-            raise ValueError("its numbers of rows are none")
+            raise ValueError("its row counts are no integers")
         for name, ours in (("rows", self.rows), ("seed", self.seed)):
             if state[name] != ours:
                 raise UserError(
@@ -70,12 +70,12 @@ class Loader(StatefulDataLoader):
     def __init__(self, dataset: Dataset[Batch], sampler: EndlessRows) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls what torch 2.13 retires
-            # Every new iterator draws a number; from a generator of its own, lest resuming disturb the global one.
+            # Every new iterator draws a random number; with its own generator, resuming leaves the global one alone.
             super().__init__(dataset, batch_sampler=sampler, num_workers=0, generator=torch.Generator())
 
     @property
     def consumed_rows(self) -> int:
-        """Rows given so far, over all ranks and resumptions."""
+        """Rows yielded so far, over all ranks and resumptions."""
         return self.batch_sampler.consumed_rows
 
     @property
@@ -89,10 +89,10 @@ class Loader(StatefulDataLoader):
             super().load_state_dict(state_dict)
             # The base class only remembers the state until it makes an iterator: make it now.
             if self.state_dict() != state_dict:
-                raise ValueError("it lacks what a position is made of")
+                raise ValueError("it lacks fields of a position")
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # whatever a state that is none makes of torchdata
+        except Exception as error:  # torchdata may raise anything for a malformed state
             why = str(error) or type(error).__name__
             raise UserError(
                 f"the checkpoint's position in the data cannot be used ({why}); resume from an older checkpoint"
@@ -108,7 +108,8 @@ def make_loader(dataset: Dataset[Batch], *, micro_batch: int, seed: int, rank: i
 def evaluation_batches(dataset: Dataset[Batch], batch: int, *, rank: int = 0, world: int = 1) -> Iterator[Batch]:
     """All rows once, in order; the last batch may be short. Of several ranks, each takes every `world`-th batch.
 
-    All ranks get equally many, as their forward passes go together; for what a rank lacks it gets uncounted rows.
+    All ranks get the same number of batches, as they run forward together; where rows are short, a rank gets a row
+    without labels.
     """
     rows = len(dataset)  # type: ignore[arg-type]
     for round_start in range(0, rows, batch * world):

@@ -1,8 +1,8 @@
 """Several sources of rows in the proportions a user wants.
 
 A pass ends when every row of every source was seen: with shares sᵢ and nᵢ rows it has N = max(nᵢ / sᵢ) rows, of which
-source i gives sᵢ · N, its rows over and over where that is more than it has. The loader shuffles them, so every stretch
-of a run has about these proportions, and its state stays one number.
+source i gives sᵢ · N, repeating its rows where it has fewer. The loader shuffles the pass, so every stretch of a run
+has about these proportions, and the loader's state stays one number.
 """
 
 import math
@@ -50,23 +50,23 @@ class Mixture(Dataset[Row]):
 
 @dataclass(frozen=True)
 class Stores:
-    """What several token stores are together, for whoever tells about the data."""
+    """Totals and fingerprint of several token stores."""
 
     stores: tuple[TokenStore, ...]
     weights: tuple[float, ...]
 
     @property
     def tokens_total(self) -> int:
-        """Of all."""
+        """Tokens of all stores."""
         return sum(store.tokens_total for store in self.stores)
 
     @property
     def documents(self) -> int:
-        """Of all."""
+        """Documents of all stores."""
         return sum(store.documents for store in self.stores)
 
     @property
     def fingerprint(self) -> str:
-        """Which data, in which order and proportions."""
+        """A digest of the stores' content, their order and their weights."""
         parts = [*(store.fingerprint for store in self.stores), *map(repr, self.weights)]
         return sha256(" ".join(parts).encode()).hexdigest()[:32]

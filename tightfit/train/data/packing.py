@@ -1,7 +1,7 @@
-"""Putting pieces of different lengths into rows of one length with little left over.
+"""Packing pieces of different lengths into rows of one length with little padding.
 
 Best fit decreasing: the longest piece first, each into the row it fills best. Never more than 11/9 of the fewest rows
-possible plus a constant (Johnson 1973), and for conversations, most of them short, close to none left over.
+possible plus a constant (Johnson 1973), and for conversations, most of them short, close to no padding.
 """
 
 from bisect import bisect_left, insort
@@ -31,7 +31,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _offer(row: int, room: int, with_room: dict[int, list[int]], rooms: list[int]) -> None:
-    """Note that `row` has `room` left; `rooms` holds the distinct rooms in order."""
+    """Record that `row` has `room` left in `with_room` (room → rows); `rooms` are its keys, sorted."""
     if room not in with_room:
         with_room[room] = []
         insort(rooms, room)

@@ -1,6 +1,6 @@
 """Rows with named fields in files of text: JSON lines, JSON documents and comma-separated values, streamed.
 
-A line or an element of a list has a largest length, so memory stays bounded whatever the file.
+The length of a line, or of an element of a list, is limited, so memory stays bounded whatever the file.
 """
 
 import codecs
@@ -15,14 +15,14 @@ from tightfit.errors import UserError
 from tightfit.train.data.source_files import decode, open_bytes
 
 LARGEST_ROW_BYTES = 50_000_000
-"""Of a line of JSON: Python's objects can take some 24 times as much."""
+"""The longest line of JSON, whose Python objects can take some 24 times as much memory."""
 MOST_COLUMNS = 1_000
 BLOCK_BYTES = 2**16
 SPACE = " \t\r\n"
 
 
 class TextRow(NamedTuple):
-    """The fields of one row, where it stands, and the bytes it takes."""
+    """The fields of one row, its place in the file (for messages), and its bytes."""
 
     fields: dict[str, Any]
     where: str
@@ -30,7 +30,7 @@ class TextRow(NamedTuple):
 
 
 def json_lines(path: Path) -> Iterator[TextRow]:
-    """One object a line; empty lines are passed over."""
+    """One object a line; empty lines are skipped."""
     with open_bytes(path) as file:
         for number, offset, line in _lines(file, path):
             text = decode(line, path, offset)
@@ -40,7 +40,7 @@ def json_lines(path: Path) -> Iterator[TextRow]:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, first byte and content of every line."""
+    """Number, byte offset and content of every line."""
     offset = file.tell()
     for number, line in enumerate(iter(partial(file.readline, LARGEST_ROW_BYTES + 1), b""), start=1):
         if len(line) > LARGEST_ROW_BYTES:
@@ -53,7 +53,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def json_document(path: Path) -> Iterator[TextRow]:
-    """The objects of a list, or, where the file does not begin with one, of lines."""
+    """The objects of a JSON list or, where the file does not begin with one, of JSON lines."""
     with open_bytes(path) as file:
         beginning = file.peek(BLOCK_BYTES).lstrip()
     if beginning.startswith(b"["):
@@ -77,47 +77,48 @@ def _listed(path: Path) -> Iterator[TextRow]:
 
 
 class _Text:
-    """The text of a JSON document, of which little is in memory at a time."""
+    """The text of a JSON document, read in blocks."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        self.file, self.path, self.held, self.at = file, path, "", 0
+        self.file, self.path, self.buffer, self.position = file, path, "", 0
         self.taken = 0
         self._decode: Callable[..., str] = codecs.getincrementaldecoder("utf-8")().decode
 
     def peek(self) -> str:
-        """The next character that is no space."""
+        """The next character that is not white space."""
         while True:
-            while self.at < len(self.held) and self.held[self.at] in SPACE:
-                self.at += 1
-            if self.at < len(self.held):
-                return self.held[self.at]
+            while self.position < len(self.buffer) and self.buffer[self.position] in SPACE:
+                self.position += 1
+            if self.position < len(self.buffer):
+                return self.buffer[self.position]
             if not self._more(BLOCK_BYTES):
                 raise UserError(f"{self.path} ends within its list; write or fetch it again")
 
     def skip(self, mark: str) -> None:
-        """Past `mark`, which must come next."""
+        """Move past `mark`, which must come next."""
         if (found := self.peek()) != mark:
             raise UserError(f"{self.path} has {found!r} where {mark!r} is due in its list; write it as JSON")
-        self.at += 1
+        self.position += 1
 
     def element(self, where: str) -> dict[str, Any]:
-        """The next object, which takes as many reads as it has powers of two of blocks."""
+        """The next object; reads double in size, so a long object takes a logarithmic number of parses."""
         self.peek()
         wanted = BLOCK_BYTES
         while True:
             try:
-                end = json.JSONDecoder().raw_decode(self.held, self.at)[1]  # what it read is not kept: it can be large
+                # The value is not kept: it can be large.
+                end = json.JSONDecoder().raw_decode(self.buffer, self.position)[1]
             except (ValueError, RecursionError):
                 end = None
-            if end is not None and end < len(self.held):
+            if end is not None and end < len(self.buffer):
                 break
-            if len(self.held) - self.at > LARGEST_ROW_BYTES:
+            if len(self.buffer) - self.position > LARGEST_ROW_BYTES:
                 raise UserError(f"{where} is longer than {LARGEST_ROW_BYTES:,} characters, or not JSON; cut it up")
             if not self._more(wanted):
                 break
             wanted *= 2
-        fields = _object(self.held[self.at : end], where, "it")
-        self.at = len(self.held) if end is None else end
+        fields = _object(self.buffer[self.position : end], where, "it")
+        self.position = len(self.buffer) if end is None else end
         return fields
 
     def _more(self, count: int) -> bool:
@@ -127,7 +128,7 @@ class _Text:
             text = self._decode(block, final=not block)
         except UnicodeDecodeError:
             raise UserError(f"{self.path} is not valid UTF-8; convert it to UTF-8 (iconv -t utf-8)") from None
-        self.held, self.at = self.held[self.at :] + text, 0
+        self.buffer, self.position = self.buffer[self.position :] + text, 0
         return bool(block)
 
 
@@ -152,14 +153,14 @@ def separated_values(path: Path, delimiter: str) -> Iterator[TextRow]:
 
 
 class _RowLines:
-    """Lines of a table; those of one row, which quotes can make many, have a largest length together."""
+    """Lines of a table; the total length of one row, which quotes can stretch over many lines, is limited."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.path, self.row_bytes = path, 0
         self._lines = _lines(file, path)
 
     def begin_row(self) -> None:
-        """What was read so far belongs to rows that are over."""
+        """Count the bytes of a new row from here."""
         self.row_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -182,7 +183,7 @@ def _column_names(names: list[str], where: str) -> list[str]:
 
 
 def _values(reader: Any, path: Path) -> list[str] | None:
-    """Of the next row that is not empty."""
+    """The values of the next row that is not empty; None at the end."""
     try:
         return next((values for values in reader if values), None)
     except csv.Error as error:

@@ -1,8 +1,8 @@
 """Rows with named fields, streamed from JSON, comma-separated values, Parquet and saved Hugging Face datasets.
 
-Memory stays bounded whatever the file: a line has a largest length, and of columnar files few rows are decoded at once,
-fewer where a single value could be large (a few kB of Parquet can hold gigabytes of equal strings). Only the wanted
-columns are read. `datasets` is needed for its own format alone, so it is imported when that is met.
+Memory stays bounded whatever the file: the length of a line is limited, and of columnar files few rows are decoded at
+once, fewer where a single value could be large (a few kB of Parquet can hold gigabytes of equal strings). Only the
+wanted columns are read. `datasets` is needed for its own format alone, so it is imported only for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from tightfit.train.data.row_text import TextRow, json_document, json_lines, sep
 from tightfit.train.data.sources import Source
 
 ROWS_AT_ONCE = 16
-"""More would be no faster: 10 µs a row go into reading so few, some 100 into tokenizing a short one."""
+"""More would be no faster: reading takes 10 µs a row at this size, tokenizing a short row some 100."""
 BATCH_BYTES = 2**29
-"""As many rows are decoded at once as fit into this if each held all that its column has in a row group."""
+"""Bytes of the rows decoded at once, in the worst case: every row as large as its column of a whole row group."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The fields of one row, where it stands, and its share of the source's bytes (for progress)."""
+    """The fields of one row, its place in the source, and its share of the source's bytes (for progress)."""
 
     fields: Mapping[str, Any]
     where: str
@@ -32,7 +32,7 @@ class Row:
 
 
 def read_rows(source: Source, wanted: Sequence[str]) -> Iterator[Row]:
-    """The rows of `source` in order. Columnar files give the `wanted` fields they have and must have one of them."""
+    """The rows of `source` in order. Of columnar files only the `wanted` fields are read; at least one must exist."""
     match source.kind:
         case "jsonl":
             rows = _text_rows(source, json_lines(source.path))
@@ -66,7 +66,7 @@ CONVERSATIONS = (
     ("prompt", "response"),
     ("question", "answer"),
 )
-"""Fields by which conversations are recognised, first come first served."""
+"""Fields by which conversations are recognised; the first match counts."""
 
 
 def missing_fields(where: str, wanted: Sequence[str], present: Sequence[str]) -> UserError:
@@ -103,7 +103,7 @@ def _parquet(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
 
 
 def _rows_at_once(metadata: Any, columns: Sequence[str]) -> int:
-    """How many rows may be decoded together: no value is larger than its column of a row group, uncompressed."""
+    """How many rows to decode together: a value is at most as large as its column of a row group, uncompressed."""
     largest = 1
     for group in (metadata.row_group(index) for index in range(metadata.num_row_groups)):
         for column in (group.column(index) for index in range(group.num_columns)):
@@ -131,12 +131,12 @@ def _saved_dataset(path: Path, wanted: Sequence[str]) -> Iterator[Row]:
         yield from _numbered(path, (_transposed(batch) for batch in dataset.iter(ROWS_AT_ONCE)), share)
     except UserError:
         raise
-    except Exception as error:  # whatever a damaged dataset makes of its many readers
+    except Exception as error:  # the readers of a damaged dataset may raise anything
         raise UserError(f"{path} cannot be read as a saved dataset ({_first_line(error)}); save it again") from error
 
 
 def _check_arrow(path: Path) -> None:
-    """Read the file once without mapping it: behind the end of a mapped file is no error but the end of the process.
+    """Read the file once without mapping it: reading past the end of a truncated mapped file kills the process.
 
     That takes a second per GB, where tokenizing takes minutes.
     """

@@ -1,4 +1,4 @@
-"""ShardWriter: writes the files of a TokenStore in one pass, in memory that does not grow with the tokens."""
+"""ShardWriter: writes the files of a TokenStore in one pass, with memory that does not grow with the tokens."""
 
 import hashlib
 from array import array
@@ -32,7 +32,7 @@ class ShardWriter:
         return len(self._starts) - 1
 
     def add(self, ids: Sequence[int], where: str, mask: Sequence[bool] | None = None) -> None:
-        """Append `ids`, which stand at `where` in the source, to the open document."""
+        """Append `ids`, from `where` in the source, to the open document."""
         assert (mask is None) == (self._masks is None), "conversations need masks, and only they have them"
         if not ids:
             return
@@ -45,7 +45,7 @@ class ShardWriter:
         self.tokens_total += len(ids)
 
     def end_document(self, where: str = "", eos_id: int | None = None) -> None:
-        """End the open document, with `eos_id` if there is one; a document without tokens leaves no trace."""
+        """End the open document, with `eos_id` if there is one; a document without tokens is not recorded."""
         if self.tokens_total == self._starts[-1]:
             return
         if eos_id is not None:
@@ -53,7 +53,7 @@ class ShardWriter:
         self._starts.append(self.tokens_total)
 
     def finish(self) -> None:
-        """Write what remains: document starts and manifest."""
+        """Close the shards, and write document starts and manifest."""
         self.close()
         starts = np.frombuffer(self._starts, dtype=np.int64)
         np.save(self.directory / DOCUMENT_STARTS, starts, allow_pickle=False)

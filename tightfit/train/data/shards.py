@@ -1,8 +1,8 @@
-"""Data tokenised once and kept: from what a user names to a TokenStore, through the cache.
+"""Data tokenised once and cached: from the names a user gives to a TokenStore.
 
 Documents go through the tokenizer in batches large enough for all cores. The end-of-text token follows every document
 of plain text; a conversation ends as its template ends it. Every id is checked against the model's vocabulary while it
-is written and again when a stored corpus meets another model: an id too large would otherwise read past the embedding.
+is written and again when a cached store is used with another model: an id too large would read past the embedding.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +23,8 @@ from tightfit.train.data.token_cache import cached_store
 from tightfit.train.data.token_store import Recipe, TokenStore
 
 BATCH_BYTES = 4 * 2**20
-"""A tokenizer was measured to hold about 250 bytes per token while it works: 0.3 GiB a batch of English, and 1 GiB
-where every byte is a token of its own."""
+"""Bytes of text tokenized together. A tokenizer was measured to hold about 250 bytes per token while it works: 0.3 GiB
+a batch of English, and 1 GiB where every byte is a token of its own."""
 BATCH_PIECES = 4096
 Advance = Callable[[float], None]
 
@@ -56,7 +56,7 @@ def prepare_text(
 def prepare_chats(
     names: Sequence[str], tokenizer: Tokenizer, *, cache_dir: Path, vocab_size: int, progress: bool = False
 ) -> TokenStore:
-    """The tokens of all conversations in `names`, with masks of what the assistant says."""
+    """The tokens of all conversations in `names`, with masks of the assistant's tokens."""
     sources = find_sources(names, rows_only=True)
 
     def fill(writer: ShardWriter) -> None:
@@ -141,7 +141,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 @contextmanager
 def _meter(sources: Sequence[Source], writer: ShardWriter, shown: bool) -> Iterator[Advance]:
-    """A bar over the bytes of `sources`, advanced by the function it gives."""
+    """A progress bar over the bytes of `sources`; yields the function that advances it."""
     total = sum(size for source in sources for _, size, _ in source.stamps())
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:

@@ -1,7 +1,7 @@
 """One reproducible order per seed and purpose, the same on every platform, numpy version and process.
 
-Keys come from PCG64's raw stream, which numpy promises never to change (its `permutation` it may); sorting them is the
-shuffle. The purpose is part of the seed, so that the held-out choice says nothing about the order of an epoch.
+Keys come from PCG64's raw stream, which numpy promises never to change (`permutation` may change); sorting the keys is
+the shuffle. The purpose is part of the seed, so that the held-out choice and the order of an epoch are independent.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Opening and decoding the files of a source, with errors that say where in the file the trouble is."""
+"""Opening and decoding the files of a source, with errors that name the place in the file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BufferedReader]:
-    """The file, or what is inside a compressed one, opened for reading, past a byte order mark."""
+    """The file, decompressed if need be, opened for reading after its byte order mark, if any."""
     try:
         require_regular(path)
         with open_compressed(path) if is_compressed(path) else path.open("rb") as file:

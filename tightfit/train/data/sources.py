@@ -1,11 +1,11 @@
-"""What a user names as data, turned into an ordered list of files.
+"""The names a user gives as data, turned into an ordered list of files.
 
 A name is a file, a pattern of names (`notes/**/*.jsonl.gz`), a directory (searched recursively, in the order of its
 paths), a dataset saved by Hugging Face `datasets`, or `stdlib`: the prose of `pydoc_data` and the source of Python's
 own standard library, text that every machine has. (A file called stdlib is named ./stdlib.) Files may be compressed
-(.gz, .zst). In a directory, what is hidden, empty or of no supported suffix is skipped and links to directories are not
-followed; so are .json, .csv and .tsv, which are more often settings and tables than documents: they are named, or
-matched by a pattern. What is named must be usable. Nothing is read here.
+(.gz, .zst). In a directory, hidden and empty files and those of no supported suffix are skipped, and links to
+directories are not followed; .json, .csv and .tsv are skipped as well, which are more often settings and tables than
+documents: they must be named, or matched by a pattern. A file that is named must be usable. Nothing is read here.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ ROW_SUFFIXES: dict[str, Kind] = {
     ".tsv": "tsv",
 }
 SEARCHED: tuple[Kind, ...] = ("text", "jsonl", "parquet")
-"""What a directory is searched for."""
+"""The kinds of files that a directory is searched for."""
 PROSE_SUFFIXES = frozenset({".txt", ".text", ".md", ".markdown", ".rst", ".tex"})
 CODE_SUFFIXES = frozenset(
     {".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".js", ".ts", ".go", ".rs", ".rb"}
@@ -53,11 +53,11 @@ class Source:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it is made of rows with named fields."""
+        """Whether the source consists of rows with named fields."""
         return self.kind not in ("text", "topics")
 
     def stamps(self) -> Iterator[tuple[str, int, int]]:
-        """Path, size and time of change (ns) of every file: when these change, so may its tokens."""
+        """Path, size and time of change (ns) of every file, by which a change of the source is noticed."""
         for path in sorted(self.path.rglob("*")) if self.kind == "saved" else [self.path]:
             if path.is_file():
                 stat = path.stat()
@@ -65,7 +65,7 @@ class Source:
 
 
 def find_sources(names: Sequence[str], *, rows_only: bool = False) -> list[Source]:
-    """The sources behind `names`, in order; with `rows_only`, plain text is refused when named, else passed over."""
+    """The sources behind `names`, in order; `rows_only` refuses plain text if named, and skips it in directories."""
     if not names:
         raise UserError("no data is named; give at least one file, directory, saved dataset or 'stdlib'")
     return [source for name in names for source in _find(name, rows_only)]
@@ -88,7 +88,7 @@ def _find(name: str, rows_only: bool) -> list[Source]:
 
 
 def matching(name: str) -> list[str]:
-    """The paths that a pattern stands for, in order; none where `name` is no pattern, or a file of that very name."""
+    """The files that match the pattern `name`, sorted; empty where it is no pattern or a file of that very name."""
     if not has_magic(name) or user_path(name, "data").exists():
         return []
     found = sorted(path for path in glob(os.path.expanduser(name), recursive=True) if not Path(path).is_dir())
@@ -139,13 +139,13 @@ def _in_directory(directory: Path) -> Iterator[Source]:
 
 
 def _is_saved_dataset(directory: Path) -> bool:
-    """Whether `datasets` wrote it: one dataset, or a dictionary of splits."""
+    """Whether Hugging Face `datasets` saved the directory: one dataset, or a dictionary of splits."""
     one = (directory / "state.json").is_file() and (directory / "dataset_info.json").is_file()
     return one or (directory / "dataset_dict.json").is_file()
 
 
 def _standard_library() -> Iterator[Source]:
-    """The topics of `help()`, then every source file, without tests and what describes this one machine."""
+    """The topics of `help()`, then every source file but tests and files that describe this machine."""
     try:
         spec = importlib.util.find_spec("pydoc_data.topics")
     except ImportError:

@@ -1,8 +1,8 @@
 """Documents of plain text, streamed from any source.
 
-A file of text is one document, a row is one document. A document is handed on as pieces of bounded size, so that one
-larger than memory can be tokenised, and on all cores; only the last piece ends the document. Pieces are cut where a
-line ends and the next begins with no further white space around: common pre-tokenizers see a border there anyway.
+A file of text is one document, a row is one document. A document is yielded as pieces of bounded size, so that one
+larger than memory can be tokenised, on all cores; only the last piece ends the document. Pieces are cut between two
+lines without other white space around the line break: common pre-tokenizers split there anyway.
 """
 
 import re
@@ -24,7 +24,7 @@ TEXT_BORDER = re.compile(LINE_BORDER.pattern.decode())
 
 @dataclass(frozen=True)
 class Piece:
-    """Text, where it stands, whether its document ends with it, and its share of the source's bytes (for progress)."""
+    """Text, its place in the source, whether its document ends with it, and its share of the bytes (for progress)."""
 
     text: str
     where: str
@@ -33,7 +33,7 @@ class Piece:
 
 
 def read_texts(sources: Sequence[Source], field: str = "text") -> Iterator[Piece]:
-    """The documents of `sources` in order; of rows, what their `field` holds."""
+    """The documents of `sources` in order; a row's document is the text in `field`."""
     for source in sources:
         match source.kind:
             case "text":
@@ -52,7 +52,7 @@ def _rows(source: Source, field: str) -> Iterator[Piece]:
 
 
 def _pieces(text: str, row: Row) -> Iterator[Piece]:
-    """A row's text, whole where it is short."""
+    """A row's text as one piece if it is short, else as several."""
     if len(text) <= PIECE_BYTES:
         yield Piece(text, row.where, True, row.source_bytes)
         return

@@ -1,8 +1,8 @@
 """The cache of token stores: each is made once, appears whole or not at all, and is made again when damaged.
 
 One directory per recipe holds the store and a lock. Processes that want the same store wait for the one that makes it
-(the kernel drops the lock of a killed one); where a file system knows no locks they all make it and the first rename
-wins, which costs time but is right as well. A good store is opened without writing, so a cache may be read-only.
+(the kernel drops the lock of a killed process); where a file system has no locks, every process makes the store and the
+first rename wins, which costs time but is correct. A good store is opened without writing, so a cache may be read-only.
 """
 
 import fcntl
@@ -51,7 +51,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def _nothing_left(home: Path) -> Iterator[None]:
-    """Where no store could be made, its directory goes too; who waits for its lock makes another."""
+    """Remove the store's directory if making the store fails; a process that waits for the lock makes it anew."""
     try:
         yield
     except BaseException:
@@ -83,6 +83,6 @@ def _made(target: Path, recipe: Recipe, fill: Callable[[ShardWriter], None]) -> 
                 writer.close()
     except OSError:
         with suppress(DamagedStoreError, FileNotFoundError):
-            return open_store(target)  # another process was first
+            return open_store(target)  # another process has made it first
         raise
     return open_store(target)

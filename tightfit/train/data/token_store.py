@@ -1,13 +1,13 @@
 """TokenStore: a tokenised corpus in memory-mapped files, read by position or by document.
 
     store/
-        manifest.json            what it was made from and what it must contain
+        manifest.json            the recipe it was made from, and names and sizes of its files
         tokens-00000.bin …       token ids, little-endian uint16 or uint32, every shard but the last equally long
         mask-00000.bin …         chats only: one byte per token, 1 where the assistant speaks
         document_starts.npy      int64 [documents + 1], the last entry being the number of tokens
 
-Opening checks every file's size against the manifest, so a truncated or missing one is found before training starts;
-bytes changed in place are not looked for, as that would mean reading everything.
+Opening checks every file's size against the manifest, so a truncated or missing file is found before training starts;
+bytes changed in place are not detected, as that would mean reading everything.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class DamagedStoreError(Exception):
 
 
 class Recipe(BaseModel):
-    """All that decides which tokens come out; two equal recipes share one store."""
+    """All inputs that determine a store's tokens; equal recipes share one store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = FORMAT
@@ -42,12 +42,12 @@ class Recipe(BaseModel):
 
     @property
     def key(self) -> str:
-        """A name for the store this recipe makes."""
+        """The name of this recipe's directory in the cache."""
         return f"{self.kind}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:32]}"
 
 
 class Manifest(BaseModel):
-    """What a store contains."""
+    """Recipe, sizes and digest of a store."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     recipe: Recipe
@@ -63,7 +63,7 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
-    """The tokens of all documents one after another, and where each starts (with the end of the last one added)."""
+    """The tokens of all documents one after another, and the start of each document (plus the end of the last)."""
 
     manifest: Manifest
     document_starts: np.ndarray
@@ -87,7 +87,7 @@ class TokenStore:
 
     @property
     def has_masks(self) -> bool:
-        """Whether it holds conversations, which say which tokens are to be learned."""
+        """Whether the store holds conversations, whose tokens have a mask of those to learn."""
         return self.manifest.recipe.kind == "chats"
 
     def document(self, index: int) -> np.ndarray:
@@ -95,7 +95,7 @@ class TokenStore:
         return self.slice(*self._bounds(index))
 
     def mask(self, index: int) -> np.ndarray:
-        """For each token of conversation `index` whether the assistant says it."""
+        """For each token of conversation `index`, whether the assistant says it."""
         assert self.has_masks, "plain text has no masks"
         return self._read(self.masks, *self._bounds(index)).astype(bool)
 
@@ -130,7 +130,7 @@ def open_store(directory: Path) -> TokenStore:
         _check_starts(starts, manifest)
         shards = _map_files(directory, manifest, "tokens", np.dtype(manifest.recipe.dtype).newbyteorder("<"))
         masks = _map_files(directory, manifest, "mask", np.dtype(np.uint8)) if manifest.recipe.kind == "chats" else ()
-    except (OSError, ValueError, SyntaxError, TokenError) as error:  # the last two of numpy's own header
+    except (OSError, ValueError, SyntaxError, TokenError) as error:  # the last two from numpy's .npy header
         raise DamagedStoreError(str(error)) from error
     return TokenStore(manifest, np.asarray(starts), shards, masks)
 

@@ -5,11 +5,11 @@ float32 at once would add 4 more during the update, so parameters are updated in
 torch's fused AdamW on its masters, cast the result back, free the copies. States are allocated at construction, so the
 first step needs no more memory than the others.
 
-Under FSDP2 a rank updates its shards. In mixed precision these are float32 and are the masters themselves (unless those
-are on the host); FSDP2 casts what it all-gathers. Moments of other formats and stochastic rounding are done by our
-kernels (updaters.py), which take gradients of any dtype. States of matrices may be offloaded to the host
-(levers/offload.py, streamed_updater.py): their updates are still in flight when `step` returns, and waited for where
-the weight is used.
+Under FSDP2 a rank updates its shards. In mixed precision these are float32 and are the masters themselves (unless
+masters are on the host); FSDP2 casts shards to 16 bits before it all-gathers them. Moments of other formats and
+stochastic rounding are done by our kernels (updaters.py), which take gradients of any dtype. States of matrices may be
+offloaded to the host (levers/offload.py, streamed_updater.py): their updates are still in flight when `step` returns,
+and the forward pass waits for an update before it uses the weight.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -47,14 +47,14 @@ from tightfit.train.optimizer.offloading import Named, Offloading
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
 from tightfit.train.optimizer.updaters import DeviceNumbers, FormatUpdater, TorchUpdater, Updater
 
-if TYPE_CHECKING:  # which need an optimizer
+if TYPE_CHECKING:  # buffered_steps.py imports this file
     from tightfit.train.buffered_steps import BufferedSteps
 
 NO_LEVERS = Levers()
 PREVIOUS_NORMS = "previous_norms/all"
-"""What updates inside backward clip by. A run that begins them has none, and one that ends them needs none."""
+"""State by which updates inside backward clip. A checkpoint may lack it (the lever was set later) or have it unused."""
 OLDER_WEIGHTS = "older/"
-"""Weights of one update before, which a pipeline without a flush goes on with; likewise."""
+"""Weights before the last update, which a pipeline without flushes still needs; a checkpoint may lack these too."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Bucket:
     masters: list[Tensor]
     updater: Updater
     decays: bool = True
-    """Whether these are matrices that weight decay and L1 apply to."""
+    """Whether weight decay and L1 apply: to matrices."""
 
     @property
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,14 +99,14 @@ class MasterAdamW:
         module: nn.Module | None = None,
         beside: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """`device` is where offloaded states are updated; `seed` is of stochastic rounding.
+        """`device` is where offloaded states are updated; `seed` seeds stochastic rounding.
 
-        `keep_gradient_memory` zeroes gradients after every step but the first instead of freeing them, for DDP, whose
-        buckets they are; those of `in_no_bucket` (experts, of which other ranks hold other ones) are freed.
+        `keep_gradient_memory` zeroes gradients after every step but the first instead of freeing them: under DDP they
+        are views of its buckets; gradients of `in_no_bucket` (experts, which differ from rank to rank) are freed.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
-        another rank's (a tied embedding), which the gradient norm must count once. `module` is what runs forward where
-        that is not `model`: FSDP2's modules are looked for in it. Parameters `beside` the model's (learned scales) stay
-        float32, and are kept with the states, as no file of the model holds them.
+        another rank's (a tied embedding), which the gradient norm must count once. `module` runs forward where `model`
+        itself does not: FSDP2's modules are looked for in it. Parameters `beside` the model's (learned scales) stay
+        float32, and are saved with the states, as the model's files do not hold them.
         """
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
@@ -117,9 +117,9 @@ class MasterAdamW:
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.splits = splits_of(model)
         self.engine: Engine | None = None
-        """An engine (DeepSpeed) that makes whole steps; it owns the parameters, and there are no buckets here."""
+        """An engine (DeepSpeed) that runs whole steps; it owns the parameters, and there are no buckets here."""
         self.buffered: BufferedSteps | None = None
-        """Of a pipeline that is not flushed between steps, what makes them."""
+        """Runs the steps of a pipeline that is not flushed between them."""
         sharded = module if self.is_sharded else None
         self.offloading = Offloading.asked_for(named, levers, device, compute_dtype, sharded)
         self.buckets = [
@@ -134,18 +134,18 @@ class MasterAdamW:
 
     @property
     def _updates_apart(self) -> bool:
-        """Whether each matrix is updated at a time of its own."""
+        """Whether each matrix is updated separately, at its own time."""
         return self.levers.update_in_backward or self.offloading is not None
 
     def _parts(self, named: Named) -> Iterator[Named]:
-        """What is updated together: matrices one by one where each has its own time, all else as buckets allow."""
+        """Parameters grouped by bucket: matrices one by one where updated separately, all others up to BUCKET_BYTES."""
         if self._updates_apart:
             yield from ([(name, p)] for name, p in named if p.ndim > 1)
             named = [(name, p) for name, p in named if p.ndim == 1]
         yield from _split(named, BUCKET_BYTES if self.casts_gradients else None)
 
     def _backward_update(self) -> BackwardUpdate:
-        """Of matrices early, of norms and biases late."""
+        """Updates inside backward: matrices early, norms and biases late."""
         early: list[Update] = []
         late: list[Update] = []
         for bucket in self.buckets:
@@ -165,7 +165,7 @@ class MasterAdamW:
                 self.offloading.move_to_gpu(parameter)
         masters: list[Tensor] = [local(p) for p in parameters]
         if self.casts_gradients:
-            # The storage itself where the model is float32: no copy.
+            # Where the model is float32, `float` returns the same storage: no copy.
             masters = [local(p.data).float() for p in parameters]
             for name, p in named:
                 if name not in self.beside:
@@ -205,8 +205,8 @@ class MasterAdamW:
         return FormatUpdater(names, masters, form, self.settings, weight_decay, firsts, seed=self._rounding_seed)
 
     def _are_plain(self, masters: list[Tensor], form: Format) -> bool:
-        """Whether these are vectors beside matrices that are updated apart, with moments of their own dtype whatever
-        the format: one launch updates them all."""
+        """Whether these are vectors, while matrices are updated separately, whose moments have the weights' dtype in
+        this format: one launch of torch's AdamW updates them all."""
         own = {torch.float32: FP32, torch.bfloat16: BF16}
         are_vectors = self._updates_apart and all(master.ndim == 1 for master in masters)
         kept = all(state_kind(form, master) is own.get(master.dtype) for master in masters)
@@ -216,18 +216,18 @@ class MasterAdamW:
     def casts_gradients(self) -> bool:
         """Whether masters are float32 copies of 16-bit parameters, so that gradients are cast for the update.
 
-        FSDP2's float32 shards are the masters, unless those are on the host.
+        FSDP2's float32 shards are the masters themselves, unless masters are on the host.
         """
         return self.has_masters and (not self.is_sharded or self.offloading is not None)
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients as backward left them; of shards, the local ones."""
+        """The gradients that backward left; of sharded parameters, the local shards."""
         return [local(p.grad) for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
 
     @torch.no_grad()
     def sum_beside(self, ranks: Ranks) -> None:
-        """Sum the gradients of parameters beside the model's over all ranks, which no wrapper does, in one message."""
+        """All-reduce the gradients of parameters beside the model's, which DDP and FSDP2 do not know, in one call."""
         own = [p.grad for p in self.beside.values() if p.grad is not None]
         if not own:
             return
@@ -242,7 +242,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def squares(self, world: int) -> Tensor:
-        """This rank's contribution to Σ g²: every local gradient's, divided by the number of ranks with a copy of it.
+        """This rank's part of Σ g²: every local gradient's square, divided by the number of ranks with a copy of it.
 
         Summed over the `world` ranks of a pipeline stage (and over stages) it is Σ g² of the whole model.
         """
@@ -256,7 +256,8 @@ class MasterAdamW:
 
     @property
     def skips_nan(self) -> bool:
-        """Whether a step with a factor of NaN changes no weight and no state, so that it can be launched unseen."""
+        """Whether a step with factor NaN changes no weight and no state, so that it can be launched before the host
+        knows the loss."""
         return not self.settings.l1 and all(isinstance(bucket.updater, TorchUpdater) for bucket in self.buckets)
 
     @property
@@ -270,12 +271,12 @@ class MasterAdamW:
             bucket.updater.counts = [*own]
 
     def device_numbers(self, device: torch.device) -> DeviceNumbers:
-        """Those of all buckets."""
+        """Per-step scalars in device memory for the updates of all buckets."""
         return DeviceNumbers(self.settings, [bucket.updater.weight_decay for bucket in self.buckets], device)
 
     @contextmanager
     def reading_numbers(self, numbers: DeviceNumbers) -> Iterator[None]:
-        """Kernels that are launched inside read the numbers of their update from device memory."""
+        """Kernels launched inside the block read the scalars of their update from device memory."""
         for bucket in self.buckets:
             bucket.updater.device_numbers = numbers.of(bucket.updater.weight_decay)
         try:
@@ -285,7 +286,7 @@ class MasterAdamW:
                 bucket.updater.device_numbers = None
 
     def uncount_step(self) -> None:
-        """The last step's factor was NaN: it is not counted."""
+        """Take back the count of the last step, whose factor was NaN."""
         for bucket in self.buckets:
             assert isinstance(bucket.updater, TorchUpdater)
             bucket.updater.uncount()
@@ -311,7 +312,7 @@ class MasterAdamW:
         bucket.updater.update(gradients, copies, lr, factor)
         if self.settings.l1 and bucket.decays:
             _shrink(bucket.masters, copies, by=lr * self.settings.l1)
-        # DDP's buckets are zeroed once they have been read; by the next forward pass DDP may have moved them.
+        # DDP's buckets are zeroed once updates have read them; by the next forward pass DDP may have moved them.
         in_flight = self.keep_gradient_memory and isinstance(bucket.updater, StreamedUpdater)
         for parameter, master in bucket.pairs:
             if master is not parameter:
@@ -332,7 +333,7 @@ class MasterAdamW:
                 self._free_gradient(parameter)
 
     def _free_gradient(self, parameter: Tensor) -> None:
-        # DDP makes new buckets when the second forward pass begins: what still refers to the first ones keeps both.
+        # DDP makes new buckets when the second forward pass begins: gradients kept from the first step keep both alive.
         kept = self.keep_gradient_memory and self.has_stepped and id(parameter) not in self._in_no_bucket
         if kept and parameter.grad is not None:
             parameter.grad.zero_()
@@ -366,12 +367,12 @@ class MasterAdamW:
                 yield f"{OLDER_WEIGHTS}{name}", as_dtensor(weight, self.splits.get(name))
 
     def state_in(self, saved: Container[str]) -> dict[str, Tensor]:
-        """The states to load: all, but of those that some runs lack only what is `saved`."""
+        """The state tensors to load: all but optional ones that are not in `saved`."""
         return {name: tensor for name, tensor in self.state().items() if not is_optional(name) or name in saved}
 
     @torch.no_grad()
     def load_state(self, saved: Mapping[str, Tensor], source: str) -> None:
-        """Load saved states; anything missing, left over or of another shape is an error."""
+        """Load saved states; one that is missing, left over or of another shape or dtype is an error."""
         own = self.state_in(saved)
         if odd := sorted(name for name in own.keys() ^ saved.keys() if not is_optional(name)):
             raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
@@ -389,24 +390,24 @@ class MasterAdamW:
 
 
 def is_optional(name: str) -> bool:
-    """Whether a state is one that runs of some layouts and levers lack."""
+    """Whether runs of some layouts and levers lack this state."""
     return name == PREVIOUS_NORMS or name.startswith(OLDER_WEIGHTS)
 
 
 def _gradient(parameter: Tensor) -> Tensor | None:
-    """The gradient as backward left it; of a shard, the local one."""
+    """The gradient that backward left; of a sharded parameter, the local shard."""
     return None if parameter.grad is None else local(parameter.grad)
 
 
 def _keep_zeros(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """No gradient for weights that are zero: with moments that never were another, they stay where pruning put them."""
+    """Zero the gradients of weights that are zero: as their moments were always zero too, pruned weights stay zero."""
     for weight, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
             gradient.masked_fill_(weight == 0, 0)
 
 
 def _shrink(weights: Sequence[Tensor], copies: Sequence[Tensor] | None, *, by: float) -> None:
-    """The proximal step of `by` · Σ |w|: towards zero, and no further."""
+    """The proximal step of `by` · Σ |w|: shrink weights towards zero, never past it."""
     for index, weight in enumerate(weights):
         torch.ops.aten.softshrink.out(weight, by, out=weight)
         if copies is not None:
@@ -424,7 +425,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _split(named: Named, bucket_bytes: int | None) -> Iterator[Named]:
-    """Consecutive runs of at most `bucket_bytes` of float32 gradients each (one parameter may exceed it alone)."""
+    """Consecutive parameters grouped to at most `bucket_bytes` of float32 gradients (a single one may exceed it)."""
     run: list[tuple[str, nn.Parameter]] = []
     held = 0
     for name, parameter in named:

@@ -6,23 +6,24 @@ how much the gradients seen so far have changed since,
 
     estimate² = T · (seen now + T/100) / (seen then + T/100)
 
-with T = Σ‖g‖² of the previous step and `seen` the part of Σ‖g‖² that is complete. It begins near the previous norm and
-ends at this step's own. In the first step it is √n · the gradient's own norm, for n weights, so that all together stay
-within clip_norm. Norms are saved with the optimizer states, so that a resumed run continues identically.
-Norms' weights and biases are many and tiny: ten of the sixteen tensors of a GPT-2 layer, less than a thousandth of its
-weights, whose updates would be most of what the host launches. They are updated together when backward is over, clipped
-by the norm of this step.
+with T = Σ‖g‖² of the previous step and `seen` the part of Σ‖g‖², in this step (now) and the previous one (then), of
+gradients complete so far. The estimate begins near the previous norm and ends at this step's own. In the first step it
+is √n · the gradient's own norm, for n weights, so that all gradients together stay within clip_norm. Gradient norms are
+saved with the optimizer states, so that a resumed run continues identically.
+Biases and weights of norms are many and tiny: ten of the sixteen tensors of a GPT-2 layer, less than a thousandth of
+its weights, yet their updates would be most of the host's launches. They are updated together after backward (late),
+clipped by the norm of this step.
 A loss that is not finite is noticed before backward, by the host, or in a CUDA graph by the updates, whose factor is
-then NaN (`skip_unless_finite`); a gradient that is not, only after weights were updated with it.
+then NaN (`skip_unless_finite`); a gradient that is not finite, only after weights were updated with it.
 
-Under ZeRO each rank updates its shard once FSDP2 has reduced the gradients of a layer, which it tells by the same hook.
+Under ZeRO each rank updates its shard once FSDP2 has reduce-scattered the gradients of a layer; the same hook fires.
 FSDP2 reduces a layer's gradients together, so weights come in another order than on one GPU, and the estimates differ a
-little. Tensor and expert ranks have shards of their own. ‖g‖² is summed over all shards of a weight, a number per
-weight, so that all ranks clip alike; of late ones, and without clipping, once, when backward is over. Gradients that
-tensor ranks have in part are summed before their update: a matrix's when it is complete, all others' after backward, as
-without this lever (parallel/tensor.py).
-Refused (jobs/rules): several micro-batches, whose gradients add up and are all there before the last backward; DDP,
-whose buckets hold them all; fp16. As in LOMO (Lv et al. 2023), here with AdamW.
+little. Tensor and expert ranks have shards of their own. ‖g‖² is summed over all shards of a weight, one number per
+weight, so that all ranks clip by the same factor; for late weights, and without clipping, in one all-reduce after
+backward. Partial gradients of tensor ranks are summed before the update: a matrix's when it is complete, all others'
+after backward, as without this lever (parallel/tensor.py).
+Refused (jobs/rules): several micro-batches, whose accumulated gradients all exist before the last backward; DDP, whose
+buckets hold all gradients; fp16. As in LOMO (Lv et al. 2023), here with AdamW.
 """
 
 import weakref
@@ -43,13 +44,13 @@ Apply = Callable[[float, Tensor | None], None]
 
 @dataclass(frozen=True)
 class SplitWeight:
-    """A weight to be updated, and how tensor and expert ranks split it."""
+    """A weight to update, and how tensor and expert ranks split it."""
 
     parameter: Tensor
     split: ParameterSplit | None = None
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
-        """The ranks, axis by axis, that have the other shards of it."""
+        """The process groups, one per axis of the mesh, of the ranks that hold the weight's shards."""
         if is_shard(self.parameter):
             for axis, placement in enumerate(self.parameter.placements):
                 if placement.is_shard() and self.parameter.device_mesh.size(axis) > 1:
@@ -59,11 +60,11 @@ class SplitWeight:
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of it."""
+        """This rank's shard of the gradient."""
         return None if self.parameter.grad is None else local(self.parameter.grad)
 
     def complete_gradient(self) -> Tensor:
-        """The same, once what each tensor rank has in part is summed."""
+        """This rank's shard of the gradient, after partial gradients of tensor ranks are all-reduced."""
         gradient = self.gradient
         assert gradient is not None
         for axis in () if self.split is None else self.split.summed_over:
@@ -82,7 +83,7 @@ class Update:
 class BackwardUpdate:
     """Gradient hooks that update parameters during backward; call `begin` before it and `finish` after.
 
-    Of `early` updates each is one weight's; `late` ones wait until backward is over.
+    An `early` update has one weight, and runs when its gradient is complete; `late` ones run in `finish`.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class BackwardUpdate:
         self.previous_totals = torch.zeros(2, dtype=torch.float32, device=device)
         """Σ‖g‖² of the previous step, and the share of it that the estimate trusts."""
         self.gate: Tensor | None = None
-        """What factors are multiplied by: 1, or NaN, which updates nothing; None where the host has seen the loss."""
+        """Multiplies every gradient factor: 1, or NaN, for which updates change nothing; None where the host has seen
+        the loss."""
         self.groups = [list(weight.groups()) for weight in weights]
         for number, update in enumerate(early):
             (weight,) = update.weights
@@ -131,13 +133,13 @@ class BackwardUpdate:
 
     @torch.no_grad()
     def skip_unless_finite(self, loss: Tensor) -> None:
-        """Update nothing in this pass if the loss turns out not to be finite, which the host does not know yet."""
+        """Make this pass update nothing if `loss`, which the host has not read yet, is not finite."""
         self.gate = torch.where(loss.isfinite(), 1.0, torch.nan)
         self.previous_totals = self.previous_totals * self.gate
 
     @torch.no_grad()
     def finish(self) -> Tensor:
-        """Update what waited for backward to end; the global gradient norm of the pass, before clipping."""
+        """Run the late updates; return the global gradient norm of the pass, before clipping."""
         for call in self.after_backward:
             call()
         self._measure_late()
@@ -162,7 +164,7 @@ class BackwardUpdate:
         update.apply(self.lr, self._factor(number))
 
     def _measure_late(self) -> None:
-        """The norms of the late gradients."""
+        """Write the norms of the late gradients to `norms`."""
         waiting = [weight.gradient for update in self.late for weight in update.weights]
         places = zip(waiting, self.own_norms[len(self.early) :], strict=True)
         if there := [(each, place) for each, place in places if each is not None and each.numel()]:
@@ -170,10 +172,10 @@ class BackwardUpdate:
             torch._foreach_copy_(norms, torch._foreach_norm(gradients, 2, torch.float32))
 
     def _sum_over_shards(self, first: int) -> None:
-        """Of all weights from `first` on at once: those that are split over the same ranks together.
+        """Sum the squared norms of all weights from `first` on over their shards: one all-reduce per set of ranks.
 
-        Groups are told apart by their ranks: meshes share groups of equal ranks, and those on one rank but not those on
-        another, so that names would put weights together differently from rank to rank.
+        Process groups are compared by their ranks, not their names: meshes may share a group on one rank and not on
+        another, and all ranks must combine the same weights.
         """
         numbers_of: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for number, groups in enumerate(self.groups[first:], first):
@@ -186,7 +188,7 @@ class BackwardUpdate:
             self.norms[0, numbers] = norms
 
     def _factor(self, number: int) -> Tensor | None:
-        """What early gradient `number` is multiplied by; its square is added to what has been seen."""
+        """The factor of early gradient `number`; adds its square to `seen`."""
         if not self.clip_norm:
             return self.gate
         if self.is_first:
@@ -196,8 +198,8 @@ class BackwardUpdate:
         return clip_estimate(self.norms, number, self.seen, self.previous_totals, self.clip_norm)
 
     def _late_factor(self) -> Tensor | None:
-        """What all late gradients are multiplied by: all norms are known now. In the first step, where others have been
-        clipped one by one, they share what was left to them."""
+        """The factor of all late gradients; all norms are known now. In the first step, where each early gradient was
+        clipped to clip_norm / √n, the m late ones together are clipped to clip_norm · √(m / n)."""
         if not self.clip_norm:
             return self.gate
         first = len(self.early)
@@ -220,7 +222,8 @@ def _sum_squares(norms: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _hook(updates: "weakref.ref[BackwardUpdate]", number: int) -> Callable[[Tensor], None]:
-    """Weakly: a strong reference would be a cycle through autograd, which Python's garbage collector cannot see."""
+    """The gradient hook of early update `number`. Its reference is weak: a strong one would be a cycle through
+    autograd, which Python's garbage collector cannot see."""
 
     def complete(parameter: Tensor) -> None:
         alive = updates()
@@ -231,8 +234,8 @@ def _hook(updates: "weakref.ref[BackwardUpdate]", number: int) -> Callable[[Tens
 
 
 def _keep_apart(parameter: Tensor) -> None:
-    """FSDP2's gradients of a layer are parts of one buffer, which is freed once none is left: one that waits has
-    memory of its own."""
+    """Copy a late gradient out of the one buffer in which FSDP2 reduces a layer's gradients, so that the buffer is
+    freed once the early ones are."""
     assert parameter.grad is not None
     assert is_shard(parameter)
     parameter.grad = like_shard(local(parameter.grad).clone(), parameter)

@@ -4,10 +4,10 @@ The decoder arrives on the host in full precision. Parameters are placed one by 
 memory, the others go to the GPU, and the original is freed; so the host never holds a parameter twice, and the GPU
 never the whole model. Then forward pre-hooks make every layer wait for the updates of its own weights.
 
-Of several ranks each has the states of what it updates: of its layers (pipeline), its rows or columns (tensor), its
-shard (ZeRO). FSDP2's shards then are in the model's own dtype, and so are their gradients, as on one GPU; the float32
-masters are on the host. It all-gathers a layer's shards once they are updated, so the hooks are on FSDP2's modules,
-before its own.
+Each rank has the states of the weights it updates: of its layers (pipeline), its rows or columns (tensor), its shard
+(ZeRO). FSDP2's shards then are in the model's own dtype, and so are their gradients, as on one GPU; the float32 masters
+are on the host. FSDP2 must all-gather a layer's shards only after their update, so the hooks are on FSDP2's modules and
+run before FSDP2's own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,8 +64,8 @@ class Offloading:
         compute_dtype: torch.dtype | None,
         sharded: nn.Module | None,
     ) -> "Offloading | None":
-        """None where all states stay on the GPU; `device` is that of the parameters unless given, and FSDP2's modules
-        are looked for in `sharded`."""
+        """An Offloading, or None where all states stay on the GPU; `device` defaults to that of the parameters, and
+        FSDP2's modules are looked for in `sharded`."""
         if not offloads_states(levers):
             return None
         return cls(named, levers, device or named[0][1].device, compute_dtype, Shards(sharded))
@@ -75,16 +75,16 @@ class Offloading:
         return self.placements.get(name, ON_GPU).states_offloaded
 
     def move_to_gpu(self, parameter: nn.Parameter) -> None:
-        """Keep this parameter on the GPU."""
+        """Copy this parameter to the GPU, where it stays."""
         self.shards.place(parameter, self._on_gpu(local(parameter.data)))
 
     def _on_gpu(self, given: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(given.shape, dtype=dtype or given.dtype, device=self.device).copy_(given)
 
     def offload(self, updater: StreamedUpdater, name: str, parameter: nn.Parameter, first: int) -> Tensor:
-        """Put this parameter's states, and its weight if placed so, on the host; returns what AdamW updates.
+        """Put this parameter's states and, by its placement, its weight on the host; returns the tensor AdamW updates.
 
-        `first` is the index of its first element in the whole weight.
+        `first` is the index of the local shard's first element in the whole weight.
         """
         placement, given = self.placements[name], local(parameter.data)
         on_host = self.masters or placement.weight_offloaded
@@ -102,7 +102,7 @@ class Offloading:
         return updated
 
     def _release(self, parameter: nn.Parameter) -> None:
-        """Free what weight streaming gives other memory."""
+        """Free the memory of a weight that streaming will copy into a buffer for each use."""
         if is_shard(parameter):
             self.shards.group_of[id(parameter)].release(parameter, self.dtype, self.device)
         else:
@@ -119,14 +119,14 @@ class Offloading:
         if any(matrix.weight_offloaded for matrix in self.matrices.values()):
             self._stream_weights(model, dict(named))
         users = self._gathered_by(named) if self.shards.groups else self._used_by(model)
-        for index, (module, matrices, group) in reversed(list(enumerate(users))):  # who uses it first counts
+        for index, (module, matrices, group) in reversed(list(enumerate(users))):  # so the first user's index stays
             for matrix in matrices:
                 matrix.forward_index = index
             module.register_forward_pre_hook(partial(_wait_until_updated, self.link, matrices, group), prepend=True)
 
     def _used_by(self, model: Decoder) -> Iterator[WeightUser]:
         """Modules in forward order, and the matrices that each uses; the loss reads the head's weight, which may be
-        the embedding's, right after the final norm. Other pipeline ranks have the modules that are None."""
+        the embedding's, right after the final norm. Modules of other pipeline ranks are None."""
         layers = [(layer, (f"{LAYERS}{name}.",)) for name, layer in model.layers._modules.items()]
         first = [(model, ("embed.", "positions.")), (model.embed, ("embed.",)), (model.positions, ("positions.",))]
         for module, prefixes in [*first, *layers, (model.norm, ("head.", "embed."))]:
@@ -134,14 +134,14 @@ class Offloading:
                 yield module, [m for name, m in self.matrices.items() if name.startswith(prefixes)], None
 
     def _gathered_by(self, named: Named) -> Iterator[WeightUser]:
-        """FSDP2's modules in forward order, and the matrices that it all-gathers before each."""
+        """FSDP2's modules in forward order, and the matrices that FSDP2 all-gathers before each."""
         names = {id(parameter): name for name, parameter in named}
         for group in self.shards.groups:
-            gathered = (names.get(id(parameter), "") for parameter in group.parameters)  # some are not trained
+            gathered = (names.get(id(parameter), "") for parameter in group.parameters)  # frozen ones have no name here
             yield group.module, [self.matrices[name] for name in gathered if name in self.matrices], group
 
     def synchronize(self) -> None:
-        """Block until the host has all states as they are after the last step."""
+        """Block until all states of the last step have arrived on the host."""
         self.link.synchronize()
 
     def weights(self, model: Decoder) -> dict[str, Tensor]:
@@ -153,7 +153,8 @@ class Offloading:
         }
 
     def streamed_weights(self, model: Decoder) -> dict[str, Tensor]:
-        """The weights that are on the host, in the model's dtype, by name; parameters hold those of some layer."""
+        """The offloaded weights from the host, in the model's dtype, by name (the parameters themselves point to
+        streaming buffers, which hold some layer)."""
         self.synchronize()
         return {
             name: self._on_host(parameter, self.matrices[name])
@@ -179,7 +180,7 @@ class Offloading:
         self.stream = WeightStream(streamed, self.dtype, self.link)
 
     def _stream_shards(self, offloaded: dict[int, OffloadedMatrix]) -> None:
-        """Of each of FSDP2's groups, the parameters (by id) that are on the host."""
+        """Stream the parameters of FSDP2's groups that are on the host; `offloaded` has their matrices by id."""
         groups = [each for each in self.shards.groups if any(id(p) in offloaded for p in each.parameters)]
         streamed = [
             [StreamedParameter(p, offloaded[id(p)]) for p in group.parameters if id(p) in offloaded] for group in groups

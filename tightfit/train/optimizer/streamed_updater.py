@@ -1,6 +1,6 @@
 """The updater of matrices with offloaded states: our AdamW kernels on pieces that are copied to the GPU and back.
 
-On the host are the moments, the float32 master where there is one and, where weights are offloaded, the weight itself.
+The moments, the float32 master if there is one and, where weights are offloaded, the weight itself are in host memory.
 The kernels are those that update states on the GPU, so the results are bit for bit the same.
 """
 
@@ -28,7 +28,7 @@ class _OffloadedEntry(Entry):
 
     matrix: OffloadedMatrix
     weight_on_gpu: Tensor | None
-    """The weight, where it is updated in place on the GPU; None where it is on the host too."""
+    """The weight, if it is updated in place on the GPU; None if it is on the host like its states."""
     deferred: bool
 
 
@@ -43,7 +43,7 @@ class StreamedUpdater(EntryUpdater[_OffloadedEntry]):
     seed: int | None = None
     """Seed of stochastic rounding; None rounds to nearest."""
     after_update: Callable[[], None] | None = None
-    """Called when the compute stream has waited for an update."""
+    """Called after the compute stream waits for an update's event."""
     needs_gradients_in_weight_dtype: bool = False
     entries: list[_OffloadedEntry] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class StreamedUpdater(EntryUpdater[_OffloadedEntry]):
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
     ) -> None:
-        """Queue the updates; `link.wait_until_updated` waits for one."""
+        """Queue the updates; `link.wait_until_updated` waits for that of one matrix."""
         factor = None if factor is None else factor.float()
         for index, (entry, gradient) in enumerate(zip(self.entries, gradients, strict=True)):
             if gradient is None:
@@ -121,7 +121,7 @@ def _update_rows(
     staged: dict[str, Tensor],
     rows: slice,
 ) -> None:
-    """AdamW on some rows, given their staged host tensors."""
+    """AdamW on some rows, whose host tensors are `staged` on the GPU."""
     resident = entry.weight_on_gpu
     weight = staged[WEIGHT] if resident is None else _rows(resident.data, entry.matrix)[rows]
     states = {kind: tensor for kind, tensor in staged.items() if kind != WEIGHT}

@@ -1,4 +1,4 @@
-"""Updaters run the AdamW update of a bucket of weights: torch's fused one, or our kernels for other state formats.
+"""Updaters run the AdamW update of a bucket of weights: torch's fused AdamW, or our kernels for other state formats.
 
 Both keep states and a step count per weight; a weight without a gradient is skipped and its count stays.
 """
@@ -28,9 +28,9 @@ def adamw_numbers(settings: Optimizer, lr: float, *, weight_decay: float, step: 
 
 
 class DeviceNumbers:
-    """What of AdamW's numbers changes from step to step, in device memory: a row for each weight decay.
+    """The scalars of AdamW that change from step to step, in device memory: a row for each weight decay.
 
-    The updates of a CUDA graph read it; `fill` before each replay.
+    The updates in a CUDA graph read this table; call `fill` before each replay.
     """
 
     def __init__(self, settings: Optimizer, weight_decays: Sequence[float], device: torch.device) -> None:
@@ -38,11 +38,11 @@ class DeviceNumbers:
         self.table = torch.zeros(len(self.weight_decays), 3, device=device)
 
     def of(self, weight_decay: float) -> Tensor:
-        """As kernels read them."""
+        """The row that kernels read for this weight decay."""
         return self.table[self.weight_decays.index(weight_decay)]
 
     def fill(self, lr: float, step: int) -> None:
-        """Those of update number `step`."""
+        """Copy the scalars of update number `step` to the device."""
         numbers = (adamw_numbers(self.settings, lr, weight_decay=each, step=step) for each in self.weight_decays)
         values = torch.tensor([each.scalars[:3] for each in numbers])
         self.table.copy_(values.pin_memory() if self.table.is_cuda else values, non_blocking=True)
@@ -57,12 +57,12 @@ class Updater(Protocol):
     counts: list[int]
     """How often each weight has been updated."""
     device_numbers: Tensor | None
-    """`DeviceNumbers` of its weight decay while a graph is captured."""
+    """The row of `DeviceNumbers` for its weight decay while a graph is captured, else None."""
 
     def update(
         self, gradients: Sequence[Tensor | None], copies: Sequence[Tensor] | None, lr: float, factor: Tensor | None
     ) -> None:
-        """Update with gradients times `factor`, and write the weights to `copies` as well."""
+        """Update with gradients times `factor`, and copy the new weights to `copies` (16-bit parameters)."""
 
     def states(self, index: int) -> States:
         """The state tensors of a weight by kind, without its step count."""
@@ -80,7 +80,7 @@ class Updater(Protocol):
 class TorchUpdater:
     """Torch's AdamW for weights, gradients and moments of one dtype; on GPUs run by our faster multi-tensor kernel.
 
-    A factor of NaN changes nothing on the device. The host learns of it later, and then takes its count back.
+    A factor of NaN changes nothing on the device. The host learns of it later, and then calls `uncount`.
     """
 
     needs_gradients_in_weight_dtype = True
@@ -113,12 +113,12 @@ class TorchUpdater:
             torch._foreach_copy_(list(copies), self.weights)
 
     def uncount(self) -> None:
-        """The last update's factor was NaN."""
+        """Take back the counts of the last update, whose factor was NaN."""
         for index in self.last_counted:
             self.counts[index] -= 1
 
     def _triton_step(self, gradients: Sequence[Tensor | None], lr: float, factor: Tensor | None) -> None:
-        """One launch per step count: a launch has one bias correction. Counts differ where weights were skipped."""
+        """One launch per step count, which sets the bias correction. Counts differ where weights were skipped."""
         factor = None if factor is None else factor.float()
         for count in sorted(set(self.counts)):
             pairs = [(i, g) for i, g in enumerate(gradients) if g is not None and self.counts[i] == count]
@@ -154,7 +154,7 @@ class TorchUpdater:
         self.counts[index] = int(step.item())
 
     def counters(self) -> list[Tensor]:
-        """Torch's own, one per weight; our kernel needs none."""
+        """The step tensors of torch's AdamW, one per weight; our kernel needs none."""
         return [self.adamw.state[weight]["step"] for weight in self.weights]
 
 
@@ -174,7 +174,7 @@ EntryType = TypeVar("EntryType", bound=Entry)
 
 
 class EntryUpdater(Generic[EntryType]):
-    """What updaters by our kernels have in common: an entry for each weight."""
+    """Base of the updaters that run our kernels: an entry for each weight."""
 
     entries: list[EntryType]
     settings: Optimizer
@@ -198,7 +198,7 @@ class EntryUpdater(Generic[EntryType]):
         return numbers._replace(on_device=self.device_numbers)
 
     def states(self, index: int) -> States:
-        """The state tensors of a weight by kind; of those on the host, up to date after `link.synchronize`."""
+        """The state tensors of a weight by kind; those on the host are up to date after `link.synchronize`."""
         return self.entries[index].states
 
     def step(self, index: int) -> Tensor:
