@@ -77,8 +77,8 @@ def predictions(rows: Sequence[Row], direct_layers: int, monkeypatch: pytest.Mon
     """What is predicted of each row now, of models of more than `direct_layers` layers from shallow ones."""
     made = []
     for row in rows:
-        # A few streamed layers are fullest at another moment; what blocks of GPT-2 XL's 1,600 columns leave over is another
-        # share of a few layers, 1 %.
+        # A few streamed layers are fullest at another moment, and the allocator's blocks round GPT-2 XL's 1,600 columns
+        # up by another share, 1 %.
         whole = "offload=" in row.get("more", "") or row["model"] == "gpt2-xl"
         with monkeypatch.context() as patched:
             patched.setattr(rehearsal, "DIRECT_LAYERS", rehearsal.DIRECT_LAYERS if whole else direct_layers)
