@@ -28,7 +28,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How tensor or expert parallelism splits one parameter over a mesh axis, inside what FSDP2 splits again."""
+    """How tensor or expert parallelism splits one parameter over a mesh axis; FSDP2 may shard the result again."""
 
     mesh: DeviceMesh
     """The tensor axis, or that of expert ranks."""

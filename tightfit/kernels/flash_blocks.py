@@ -114,7 +114,7 @@ class Problem:
         return {name: value for name, value in self.constants(query).items() if name != "HAS_BOUNDS"}
 
     def factors(self) -> tuple[float, float]:
-        """What scores are multiplied by inside and outside of tanh, in base 2; uncapped scores by the inner alone."""
+        """Factors of scores inside and outside of tanh, for exp2 in place of exp; without a cap the inner alone."""
         if not self.softcap:
             return self.scale * LOG2E, 1.0
         return self.scale / self.softcap * 2 * LOG2E, self.softcap * LOG2E

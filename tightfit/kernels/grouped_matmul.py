@@ -23,7 +23,7 @@ from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 
 ROWS, COLUMNS, DEPTH, WARPS = 64, 128, 32, 4
 INTERPRETED = (16, 64, 32)
-"""Tile sizes where every operation of a program costs the same."""
+"""Tile sizes in Triton's interpreter, where every operation of a program costs the same."""
 ALIGNMENT_BYTES = 16
 HOPPER = (9, 0)
 

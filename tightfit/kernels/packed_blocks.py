@@ -38,7 +38,7 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 TILE = 128
-"""Inputs whose codes stand in 16 words of a row, as 32 integers of 16 bits."""
+"""Inputs of a tile: their codes fill 16 words of a row, read as 32 integers of 16 bits."""
 BITS = 4
 MOST_ROWS = 256
 LEAST_OUTPUTS = 128

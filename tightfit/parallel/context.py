@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a piece of every row, and ranks exchange data in attention only.
+"""Context parallelism: each rank holds a piece of every row, and ranks exchange activations in attention only.
 
 Every context rank is given the same whole rows and keeps its tokens (row_split.py). Labels are those of the loader,
 already shifted (`labels[t]` follows `tokens[t]`), so cutting both at the same places loses no pair at a border.

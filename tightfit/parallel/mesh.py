@@ -4,12 +4,12 @@ The axes, outermost first, are `AXES`: neighbours on the innermost axis are neig
 links. Only axes of more than one rank exist, except `data`, which always does. Gradients are summed, and ZeRO splits,
 over data and context ranks together: where there are context ranks, a second mesh has both axes as one, `data`; for
 hybrid sharding it is split in two, `replicate` over groups and `shard` inside them. A third mesh has the context axis
-split into `ring` and, inside it, `heads`. The mesh is made once and passed
-explicitly; no global holds it. Processes are torchrun's; its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) are
-read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are
-neighbours on the axis of data and context ranks: a mesh of their own has it split in `expert_data` (which hold the same
-experts) and `expert` (which hold different ones). Where tensor ranks form a mesh of their own (2D, 2.5D, 3D), it has
-the tensor axis split in `depth`, `row` and `column`.
+split into `ring` and, inside it, `heads`. The mesh is made once and passed explicitly; no global holds it. Processes
+are started by torchrun, or with its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR), which `init_distributed` and
+torch.distributed read. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are neighbours on
+the axis of data and context ranks: a mesh of their own has it split into `expert_data` (ranks that hold the same
+experts) and `expert` (ranks that hold different ones). Where tensor ranks form a mesh of their own (2D, 2.5D, 3D), it
+has the tensor axis split into `depth`, `row` and `column`.
 """
 
 import os

@@ -3,8 +3,8 @@
 A decoder with some of its layers is still a Decoder with the same names (`layers.7.…` is layer 7 on every rank), so
 levers, optimizers and checkpoints work on it as on a whole one. The first stage has the embedding, the last one the
 final norm, the output projection and the loss. With tied embeddings both hold a copy of the weight, and pipeline.py
-sums their gradients. Every stage builds rope tables and masks itself: all ranks have tokens and documents anyway, which
-are smaller than what would be sent.
+sums their gradients. Every stage builds rope tables and masks itself, from tokens and documents, which all ranks have:
+sending the tables would take more bytes.
 """
 
 from collections.abc import Sequence
