@@ -98,7 +98,7 @@ def share_expert_axes(model: nn.Module, stage: nn.Module) -> None:
 
 @torch.no_grad()
 def sum_expert_gradients(model: nn.Module) -> None:
-    """With `zero: 0`, all-reduce gradients over the ranks with the same experts. Once a step, after backward."""
+    """With `zero: 0`, all-reduce experts' gradients over ranks with the same experts. Once a step, after backward."""
     mesh = expert_sharding(model)
     if mesh is None or mesh.size() == 1:
         return
