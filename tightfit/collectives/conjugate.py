@@ -16,7 +16,7 @@ norms and sums do not care where a row ends, and the gathered tensor is contiguo
 The all-gathered input of a block (attention or MLP) would be its largest saved tensor. `reduce_scatter`, at the end of
 the block, frees its memory (`FreedInput`) and gathers it again in backward, one block ahead of need, so that on GPUs
 the collective overlaps with the block after it. While a checkpointed layer is recomputed it stays, as it is needed at
-once. A group is one mesh axis. All ranks of the group must call every function, in the same order.
+once. A group has the ranks of one mesh axis. All of them must call every function, in the same order.
 """
 
 import weakref
@@ -31,7 +31,7 @@ Group = dist.ProcessGroup
 Collective = Callable[[Tensor, Group], Tensor]
 ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""By their names since torch 2.13, or those before."""
+"""Torch's functions, under their names since torch 2.13 or the older ones."""
 
 
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
@@ -58,17 +58,17 @@ class FreedInput:
     def __init__(self, shard: Tensor, gathered: Tensor, previous: "FreedInput | None" = None) -> None:
         self._tensors = weakref.ref(shard), weakref.ref(gathered)
         self.previous = previous
-        """That of the block before, whose backward comes next."""
+        """The freed input of the block before, whose backward comes next."""
         self._work: Any = None
 
     def prefetch(self, group: Group) -> None:
-        """Start gathering again, unless it is there."""
+        """Start to all-gather again, unless that has started, the memory was not freed or nothing needs it any more."""
         shard, gathered = (reference() for reference in self._tensors)
         if shard is not None and gathered is not None and self._work is None:
             self._work = _gather_again(group, shard, gathered)
 
     def restore(self, group: Group, shard: Tensor, gathered: Tensor) -> None:
-        """Wait for the gathered input, and start prefetching that of the block before."""
+        """Wait for the gathered input, and start to prefetch that of the block before."""
         work = self._work or _gather_again(group, shard, gathered)
         if work is not None:
             with torch.autograd._unsafe_preserve_version_counter(gathered):  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """3D matrix products: Y = X · Wᵀ on a q × q × q mesh of ranks, each with a q³-th of X, W and Y (Bian et al. 2021).
 
 Of the three axes one splits rows on both sides (`weights`), one splits X's columns (`outputs`: products are partial
-over it) and one W's outputs (`inputs`). All that is missing of X and W comes by one all-gather each, and a
+over it) and one W's outputs (`inputs`). A rank completes its blocks of X and W by one all-gather each, and a
 reduce-scatter leaves a q³-th of Y, whose rows are split along `outputs` and columns along `inputs`: the two axes have
 changed places, and a second product changes them back.
 
@@ -34,14 +34,14 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class CubicGroups:
-    """The ranks of the three axes that pass through this one."""
+    """This rank's group along each axis, named after the tensor that is all-gathered or reduce-scattered over it."""
 
     inputs: Group
-    """Other rows of X, and other outputs of W."""
+    """Ranks with other rows of X, and other outputs of W."""
     weights: Group
-    """The same block of W, of which each has some columns; other rows of X and Y."""
+    """Ranks that share a block of W, each with some of its columns, and have other rows of X and Y."""
     outputs: Group
-    """Other columns of X and inputs of W; other rows of Y."""
+    """Ranks with other columns of X and inputs of W, and other rows of Y."""
 
 
 def cubic(x: Tensor, weights: tuple[Tensor, ...], groups: CubicGroups) -> tuple[Tensor, ...]:
@@ -72,7 +72,7 @@ class _Cubic(torch.autograd.Function):
 
 
 def _gathered(groups: CubicGroups, x: Tensor, weights: tuple[Tensor, ...]) -> list[Tensor]:
-    """X and every weight with the parts of other ranks; all are on their way together."""
+    """X and every weight, all-gathered; all these all-gathers are in flight together."""
     coming = [_gather(x, groups.inputs), *(_gather(weight, groups.weights) for weight in weights)]
     rows, *stacks = [_wait(each) for each in coming]
     ranks = groups.weights.size()
@@ -80,7 +80,7 @@ def _gathered(groups: CubicGroups, x: Tensor, weights: tuple[Tensor, ...]) -> li
 
 
 def _gather(own: Tensor, group: Group) -> tuple[Tensor, Any]:
-    """All ranks' rows, [ranks · n, ...], once the work is done."""
+    """All ranks' rows [ranks · n, ...], valid after waiting for the work, which is returned too."""
     whole = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
     return whole, ALL_GATHER(whole, own.detach().contiguous(), group=group, async_op=True)
 

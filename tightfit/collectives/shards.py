@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 REGISTRY = "splits"
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-"""It warns that gathering over two axes takes two collectives."""
+"""Torch would warn that gathering over two axes takes two collectives."""
 
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How tensor or expert parallelism splits one parameter over a mesh axis, inside what FSDP2 splits again."""
+    """How tensor or expert parallelism splits one parameter over a mesh axis; FSDP2 may shard the result again."""
 
     mesh: DeviceMesh
     """The tensor axis, or that of expert ranks."""
@@ -37,7 +37,7 @@ class ParameterSplit:
     dim: int | None
     """The split dimension; None where the parameter is replicated."""
     size: int = 0
-    """Of the whole parameter along that dimension."""
+    """Size of the whole parameter along that dimension."""
     partial_gradient: bool = False
     """Whether gradients must be summed over the axis."""
     outer: "ParameterSplit | None" = None
@@ -61,7 +61,7 @@ class ParameterSplit:
         placements: list[Any] = [Shard(cut.dim) for cut in cuts if cut.dim is not None]
         if self.outer is None:
             return cuts[0].mesh, placements
-        inner_copies = self.dim is None and [Replicate()]  # such as biases that tensor ranks have alike
+        inner_copies = self.dim is None and [Replicate()]  # such as biases that every tensor rank has
         return _without_fsdp(self), [*placements, *(inner_copies or [])]
 
     def bounds(self) -> tuple[int, int]:
@@ -71,17 +71,17 @@ class ParameterSplit:
 
 @dataclass(frozen=True)
 class BlockSplit(ParameterSplit):
-    """How the axes of a mesh of tensor ranks split one parameter; gradients are partial over axes that do not.
+    """How the axes of a mesh of tensor ranks split one parameter; its gradient is partial over axes that do not.
 
     Where two axes split the same dimension, the inner one splits it first and the outer one splits its parts.
     """
 
     axes: tuple[DeviceMesh, ...] = ()
-    """Those of `mesh`, outermost first."""
+    """The axes of `mesh`, outermost first."""
     dims: tuple[int | None, ...] = ()
     """The dimension that each axis splits, None for copies."""
     shape: tuple[int, ...] = ()
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     @property
     def cuts(self) -> tuple[ParameterSplit, ...]:
@@ -124,7 +124,7 @@ def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _place(mesh: DeviceMesh) -> Sequence[int]:
-    """This rank's number along every axis of `mesh`, which is known without asking process groups."""
+    """This rank's index along every axis of `mesh`, which is known without asking process groups."""
     place = mesh.get_coordinate()
     assert place is not None, "this rank has no part of what the mesh splits"
     return place
@@ -155,7 +155,7 @@ def is_shard(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor."""
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:  # most are
         return False
-    if not torch.distributed.is_available() or "torch.distributed.tensor" not in sys.modules:  # so nobody made one
+    if not torch.distributed.is_available() or "torch.distributed.tensor" not in sys.modules:  # so no DTensor exists
         return False
     from torch.distributed.tensor import DTensor
 
@@ -177,7 +177,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def as_dtensor(tensor: Tensor, split: ParameterSplit | None) -> Tensor:
-    """A parameter, its gradient or a state of it as a DTensor of the whole; unchanged where it is not split."""
+    """A shard of a parameter, gradient or optimizer state as a DTensor of the whole; unchanged where not split."""
     cuts = () if split is None else tuple(cut for cut in split.cuts if cut.dim is not None and cut.dim < tensor.ndim)
     if split is None or not cuts:
         return tensor
@@ -198,13 +198,13 @@ def _described(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape:
 
 
 def _without_fsdp(split: ParameterSplit) -> DeviceMesh:
-    """The mesh of two axes that split a parameter; `outer.grid` is that where FSDP2 does not split it again."""
+    """The mesh of the two axes that split a parameter, without FSDP2's."""
     assert split.outer is not None
     return split.outer.grid
 
 
 def _whole_shape(shape: list[int], cuts: Sequence[ParameterSplit]) -> list[int]:
-    """Of a shard of `shape` as the cuts left it, or of a state that has fewer numbers along a dimension."""
+    """The whole's shape from that of a shard, or of an optimizer state with fewer elements along a cut dimension."""
     for cut in cuts:
         assert cut.dim is not None
         own = cut.bounds()[1]
@@ -224,7 +224,7 @@ def _strided(placements: Any, cuts: Sequence[ParameterSplit]) -> list[Any]:
 
 
 def shard_count(tensor: Tensor, split: ParameterSplit | None) -> int:
-    """Different shards of a parameter; each is replicated on (ranks / this) ranks."""
+    """The number of different shards of a parameter; each is replicated on ranks / this number of ranks."""
     found = 1 if split is None else math.prod(cut.mesh.size() for cut in split.cuts)
     if is_shard(tensor):
         mesh = tensor.device_mesh

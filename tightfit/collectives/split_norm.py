@@ -1,4 +1,4 @@
-"""Norms over a last dimension that ranks share: statistics are combined over them, two numbers per row at most.
+"""Norms over a last dimension that is split over ranks, which combine at most two numbers per row.
 
 | | forward sends | backward sends |
 |---|---|---|
@@ -6,8 +6,8 @@
 | LayerNorm | mean and Σ (x − mean)² of each part, all-gathered | Σ g and Σ g · x̂ with g = dy · w, all-reduced |
 
 LayerNorm's parts are combined as Chan et al. (1983) do, because Σ x² − n · mean² cancels. Statistics and products are
-float32 and rounded once, as in kernels/rms_norm.py; x and one or two numbers per row are saved. A weight's gradient is
-of this rank's rows, to be summed over ranks with others.
+float32 and rounded once, as in kernels/rms_norm.py; x and one or two numbers per row are saved. A weight's gradient
+covers this rank's rows only, and is to be summed over the ranks with other rows.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sum_rows(x: Tensor) -> Tensor:
-    """Over all but the last dimension."""
+    """The sum over all but the last dimension."""
     return x.flatten(0, -2).sum(0)
 
 

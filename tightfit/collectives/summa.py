@@ -32,12 +32,12 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class SummaGroups:
-    """The ranks this one exchanges blocks with."""
+    """The groups in which rank (i, j) exchanges blocks."""
 
     inputs: Group
-    """Rank (i, ·): those with the same rows, and other columns of X."""
+    """Ranks (i, ·), with the same rows and other columns of X."""
     weights: Group
-    """Rank (·, j): those with the same outputs, and other inputs of W."""
+    """Ranks (·, j), with the same outputs and other inputs of W."""
 
 
 def summa(x: Tensor, weights: tuple[Tensor, ...], groups: SummaGroups) -> tuple[Tensor, ...]:
@@ -74,14 +74,14 @@ class _Summa(torch.autograd.Function):
 
 
 class _Sums:
-    """Sums over a group, the l-th of which is kept by rank l; at most one is on its way."""
+    """Reductions over a group, the l-th of them onto rank l; at most one is in flight."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.count, self.work = group, 0, None
         self.kept: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Sum this rank's `part` onto the next rank of the group."""
+        """Start to reduce this rank's `part` onto the next rank of the group in turn."""
         self._wait()
         self.work = dist.reduce(part, group_dst=self.count, group=self.group, async_op=True)
         if self.count == self.group.rank():

@@ -1,1 +1,1 @@
-"""One file per operation: implementations side by side with their eager reference."""
+"""One file per operation: its kernels side by side with their eager reference."""

@@ -1,6 +1,6 @@
 """AdamW in one pass, for moments, gradients and weights of different dtypes (Loshchilov and Hutter 2019).
 
-With gradient g · factor (clipping and unscaling), in float32 whatever the tensors are stored in:
+With g the gradient times `factor` (clipping and unscaling), in float32 whatever dtypes the tensors are stored in:
 
     m = β₁ m + (1 − β₁) g        v = β₂ v + (1 − β₂) g²
     w = w (1 − lr · decay) − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)
@@ -8,8 +8,8 @@ With gradient g · factor (clipping and unscaling), in float32 whatever the tens
 Torch's fused AdamW needs all of these in one dtype, which means float32 copies of 16-bit gradients, and has no
 stochastic rounding. Here gradients of any dtype are read, and where float32 masters are updated, their 16-bit `copy`
 (the weight that the model computes with) is written in the same pass. `factor` is a tensor, so that the host does not
-wait for it; where it is NaN, nothing is changed. In a CUDA graph, whose arguments stay as they were captured, so are
-the numbers that change from step to step (`Numbers.on_device`).
+wait for it; where it is NaN, nothing is changed. For a CUDA graph, whose kernel arguments are fixed at capture, the
+numbers that change from step to step are in a tensor too (`Numbers.on_device`).
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Numbers(NamedTuple):
 
     @property
     def kernel_scalars(self) -> tuple[float, ...]:
-        """The same with 1 − β₁ and 1 − β₂, computed in double: in float32, 1 − 0.999 is off by 1 in 77 000."""
+        """`scalars` with 1 − β₁ and 1 − β₂, computed in double: in float32, 1 − 0.999 is off by 1 in 77 000."""
         rate, root, kept, beta1, beta2, eps = self.scalars
         return rate, root, kept, beta1, beta2, 1 - beta1, 1 - beta2, eps
 
@@ -113,7 +113,7 @@ def reference(
 
 @triton.jit
 def step_numbers(numbers_ptr, rate, root, kept):  # type: ignore[no-untyped-def]
-    """The numbers that change from step to step, as given or from device memory."""
+    """The numbers that change from step to step: the arguments, or those in device memory where there are any."""
     if numbers_ptr is not None:
         rate, root, kept = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
     return rate, root, kept
@@ -123,8 +123,8 @@ def step_numbers(numbers_ptr, rate, root, kept):  # type: ignore[no-untyped-def]
 def new_weight(w, g, m, v, rate, root, kept, beta1, beta2, rest1, rest2, eps):  # type: ignore[no-untyped-def]
     """`updated_weight` inside a kernel, in float32: the new w, m and v.
 
-    Which products are rounded is said, not left to the compiler: one kernel for all formats, or in a graph, has the
-    numbers of another.
+    Multiply-adds are fused explicitly, not where the compiler chooses to, so that every kernel (for any format of the
+    moments, in a graph or not) computes the same bits.
     """
     m = tl.fma(beta1, m, rest1 * g)
     v = tl.fma(beta2, v, rest2 * g * g)

@@ -8,9 +8,9 @@ kernel also do windows, packed documents and soft caps without a T × T mask. "a
 - our kernel too where SDPA has no fused kernel and would hold all T × T scores: grouped heads in float32, or on cards
   before Ampere; and with `torch.use_deterministic_algorithms(True)`, as ours gives the same bits every time.
 
-Timing every backend at a shape's first call chose the same on each of the seven shapes measured on an H200 (attention
-rows of benchmarks/results/kernels.csv): cuDNN for the six plain ones, ours for the windowed one. It took up to 4.6 s,
-about 9 more to compile FlexAttention, and could choose differently from run to run. So there is only the rule.
+Timing every backend at a shape's first call chose as the rule does on each of the seven shapes measured on an H200
+(attention rows of benchmarks/results/kernels.csv): cuDNN for the six plain ones, ours for the windowed one. It took up
+to 4.6 s, about 9 more to compile FlexAttention, and could choose differently from run to run. So the rule is all.
 """
 
 from functools import lru_cache
@@ -86,7 +86,8 @@ def attention_backend(
 
 
 def _sdpa_is_fused(query: Tensor, key: Tensor) -> bool:
-    """Whether SDPA does plain causal attention without all scores: FlashAttention's cards and dtypes, or no groups."""
+    """Whether SDPA does plain causal attention without holding all scores: FlashAttention's cards and dtypes, or heads
+    that are not grouped."""
     return query.shape[1] == key.shape[1] or (query.dtype != torch.float32 and capability(query.device) >= 8)
 
 
@@ -118,7 +119,7 @@ def _sdpa(
 
 @lru_cache
 def _flex(compiled: bool) -> Any:
-    """FlexAttention is a template. Uncompiled it is a slow reference, all that CPUs have of it."""
+    """FlexAttention, a template that torch.compile turns into a kernel; uncompiled, as on CPUs, a slow reference."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention) if compiled else flex_attention

@@ -8,8 +8,8 @@ Query i attends to one interval of keys, [first_i, i]: the end is causality, the
 | `dense` | SDPA and the eager reference | bool [B, 1, T, T]; None where causality alone is the mask |
 | `block_mask` | FlexAttention | which 128 × 128 blocks are attended in part or in full |
 
-Each is built when first asked for and kept, one per window size. A document is a run of equal ids in `documents`: the
-same id further on is another document, as positions restart.
+Each is built on first use and cached, one per window size. A document is a run of equal ids in `documents`: the same id
+further on is another document, as positions restart.
 """
 
 from functools import cached_property

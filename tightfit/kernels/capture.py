@@ -1,11 +1,11 @@
-"""Capturing a CUDA graph: torch's, with no garbage collection inside, and with constants that the graph keeps.
+"""`torch.cuda.graph` without garbage collection during capture, and with constants that the graph keeps alive.
 
-A collection may find graphs that nobody needs any more, say those of a model loaded before, in a cycle of references.
-CUDA refuses to free a graph while another is captured, and ends that capture.
-What the host sends to a kernel that is launched once is sent once to one that is replayed, beside the capture, and
-stays in memory with the graph. A thread that captures may not copy even to another stream, so another thread does.
-After a capture that fails, torch takes its generator of random numbers for captured still, and draws no more; it gets
-its state of before.
+Garbage collection may free a CUDA graph that is only referenced in a cycle, say that of a model loaded before. CUDA
+refuses to free a graph while another is captured, and invalidates that capture.
+A tensor that the host sends to a kernel (such as a table of addresses) is copied once, outside the capture, and stays
+in memory as long as the graph. The capturing thread may not copy even on another stream, so another thread does.
+After a failed capture torch takes its random number generator for still captured and refuses to draw; the generator's
+state of before the capture is restored.
 """
 
 import gc
@@ -20,7 +20,7 @@ from torch import Tensor
 from tightfit.kernels.mapped_copy import sent
 
 _constants: list[Tensor] | None = None
-"""Of the graph that is being captured, whichever thread launches its kernels."""
+"""Constants of the graph being captured; global, as any thread may launch its kernels."""
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def capturing(graph: "torch.cuda.CUDAGraph", **options: Any) -> Iterator[None]:
 
 
 def graph_constant(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the host on `device`; those of a graph are copied beside its capture and kept with it."""
+    """A copy on `device` of a host tensor; during a capture it is made outside of that and kept with the graph."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return sent(values, device)
-    assert _constants is not None, "a capture that nobody keeps constants for"
+    assert _constants is not None, "a capture that was not begun by `capturing`"
     with ThreadPoolExecutor(max_workers=1) as beside:
         _constants.append(beside.submit(values.to, device).result())
     return _constants[-1]

@@ -1,12 +1,12 @@
-"""What a gradient is multiplied by where the norm of all gradients is not known yet, in one launch.
+"""The clipping factor of a gradient while the norm of all gradients is not known yet, in one launch.
 
-For updates inside backward (train/optimizer/backward_update.py). With ‖g‖ of a gradient that is complete, in this step
-and in the one before, the squares seen so far in both, and T = Σ‖g‖² of the step before:
+For updates inside backward (train/optimizer/backward_update.py). From ‖g‖ of a gradient that is complete, in this step
+(now) and in the one before (then), the sums of squares seen so far in both, and T = Σ‖g‖² of the step before:
 
     seen += ‖g‖²        estimate² = T · (seen now + T/100) / (seen then + T/100)        factor = min(1, clip / estimate)
 
 Eight numbers: as torch operations these were ten launches for every weight, most of what the host did for its update.
-Each is rounded as torch rounds it.
+Each operation rounds as torch's does.
 """
 
 import torch
@@ -21,7 +21,7 @@ TRUST = 1 / 100
 
 
 def clip_factor(norm: Tensor, largest: float) -> Tensor:
-    """What gradients of global `norm` are multiplied by so that it does not exceed `largest`."""
+    """The factor, at most 1, by which gradients of global `norm` are scaled to a norm of at most `largest`."""
     return (largest / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
@@ -59,7 +59,7 @@ def clip_estimate_kernel(  # type: ignore[no-untyped-def]
     total, trusted = tl.load(totals_ptr), tl.load(totals_ptr + 1)
     estimate = tl.sqrt_rn(tl.div_rn(total * (now + trusted), then + trusted)) + epsilon
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), estimate) * clip_norm
-    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))  # what is no number stays none
+    tl.store(factor_ptr, tl.where(factor > 1.0, 1.0, factor))  # NaN stays NaN
 
 
 def _launch(norms: Tensor, number: int, seen: Tensor, totals: Tensor, clip_norm: float) -> Tensor:

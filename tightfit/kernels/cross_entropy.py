@@ -5,7 +5,7 @@
 Three passes over the logits: one read for the loss, which saves four numbers per row, and in backward one read and one
 write for the gradient, in the logits' own memory. A second [N, V] tensor never exists, nor a float32 copy. The gradient
 is computed in backward, when the gradient of the loss is known, so no later multiplication is needed. Where the logits
-need not exist at all, use `linear_cross_entropy`, whose row kernel this is (`logit_rows.py`). Vocabularies that are no
+need not exist at all, use `linear_cross_entropy`; both share a row kernel (`logit_rows.py`). Vocabularies that are no
 multiple of 16 are read element by element.
 """
 

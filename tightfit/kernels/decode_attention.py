@@ -1,16 +1,17 @@
-"""All that happens between the projection of a decoding step and the output of its attention, in one kernel.
+"""Attention of a decoding step in one kernel, from the output of the qkv projection on: norms, rope, cache, attention.
 
-For one new token per sequence: queries and the key get their norms (where the model has them) and are turned by their
-position (rope), key and value go to their place in the paged cache, and the queries attend over all of it:
+For one new token per sequence: queries and the key are normed (where the model does so) and rotated by their position
+(rope), key and value are written to the paged cache, and the queries attend to the whole sequence:
 
     out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],   t in the last `window` of lengths[b] positions
 
-It is rotate_store.py and paged_attention.py in one, as between small kernels most of the time goes by in starting them.
-As there, the keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023), which take
-blocks of them in turn: where its first block is, a program asks without knowing how long the sequence is. Every program
-turns the queries of its heads again, which is little; the one whose share ends the sequence also turns and stores the
-new key. It takes that key and its value from registers, so nobody waits for the write. The program that comes last for
-its sequence and key head, by a counter, joins the shares and sets the counter back to zero for the next launch.
+It fuses rotate_store.py and paged_attention.py, as small kernels spend most of their time in starting. As there, the
+keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023). They take blocks of keys in
+turn, so that a program can look up its first block in the block table before it knows how long the sequence is. Every
+program rotates the queries of its heads again, which is cheap; the one whose split has the newest position also rotates
+and stores the new key. It attends to that key and value from registers, so no program waits for the write. The last
+program of a sequence and key head to finish, by an atomic counter, joins the splits' partial results and sets the
+counter back to zero for the next launch.
 """
 
 import torch
@@ -110,7 +111,7 @@ def decode_attention(
 
 
 def _check(qkv: Tensor, keys: Tensor, values: Tensor, tables: Tensor, counters: Tensor) -> None:
-    """What the kernel takes for granted."""
+    """Assert what the kernel relies on."""
     assert keys.stride() == values.stride()
     assert tables.stride(1) == qkv.stride(1) == 1
     assert counters.numel() >= qkv.shape[0] * keys.shape[2]
@@ -134,7 +135,7 @@ def decode_attention_eager(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
 ) -> Tensor:
-    """The reference: turn and store, then attend."""
+    """The reference: rotate and store, then attend."""
     last = lengths.long() - 1
     block_size = keys.shape[1]
     blocks = tables.long().gather(1, (last // block_size)[:, None])[:, 0]
@@ -159,7 +160,7 @@ def decode_attention_eager(
 def _turned(  # type: ignore[no-untyped-def]
     x, norm, columns, here, c, s, eps, offset, D: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr
 ):
-    """Heads at x [rows, BLOCK_D], normed and turned: column i < HALF with column i + HALF, those after 2 HALF as is."""
+    """Heads at x [rows, BLOCK_D], normed and rotated: column i < HALF is paired with i + HALF, from 2 HALF on as is."""
     partner = tl.where(columns < HALF, columns + HALF, tl.where(columns < 2 * HALF, columns - HALF, columns))
     own = tl.load(x + columns[None, :], mask=here, other=0.0)
     other = tl.load(x + partner[None, :], mask=here, other=0.0)
@@ -170,7 +171,7 @@ def _turned(  # type: ignore[no-untyped-def]
         in_head = columns < D
         own_weight = tl.load(norm + columns, mask=in_head, other=0.0).to(tl.float32) + offset
         other_weight = tl.load(norm + partner, mask=in_head, other=0.0).to(tl.float32) + offset
-        own = (own * factor * own_weight[None, :]).to(kind).to(tl.float32)  # as the norm alone would have left it
+        own = (own * factor * own_weight[None, :]).to(kind).to(tl.float32)  # rounded as a separate norm would
         other = (other * factor * other_weight[None, :]).to(kind).to(tl.float32)
     signed = tl.where(columns < HALF, -s, s)
     return (own * c[None, :] + other * signed[None, :]).to(kind)
@@ -218,9 +219,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     MOST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K.
+    """The queries of one key head over one split of a sequence's keys, in whole blocks of BLOCK_K.
 
-    What does not depend on the projection (lengths, tables, angles, older keys) is asked for before it is waited for.
+    Whatever does not depend on the projection (lengths, tables, angles, older keys) is loaded before waiting for it.
     """
     launch_next(OVERLAP)
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -235,7 +236,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     splits = tl.maximum(tl.minimum(most_splits, blocks // LEAST_BLOCKS), 1)
     begin = (begin_block + split) * BLOCK_K
     table = tables + batch * table_row
-    pages = _pages(table, table_width, begin, BLOCK_SIZE, BLOCK_K)  # not knowing how many there are: a wait less
+    pages = _pages(table, table_width, begin, BLOCK_SIZE, BLOCK_K)  # before the length is known: one wait less
     if split >= splits:
         return
     has_newest = (newest // BLOCK_K - begin_block) % splits == split
@@ -315,7 +316,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(parts + shares[:, None] * D + columns[None, :], acc, mask=group_mask)
         tl.store(norms + shares, highest, mask=in_group)
         tl.store(norms + total + shares, denominator, mask=in_group)
-        tl.debug_barrier()  # all of the program's threads have stored before it is counted
+        tl.debug_barrier()  # all of the program's threads have stored before the counter rises
         counter = counters + batch * kv_heads + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)
@@ -338,7 +339,7 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pages(table, table_width, start, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of BLOCK_K positions from `start` on, as far as the table goes."""
+    """Cache blocks of the BLOCK_K positions from `start` on, as far as the block table goes."""
     page = (start + tl.arange(0, BLOCK_K)) // BLOCK_SIZE
     return tl.load(table + page, mask=page < table_width, other=0).to(tl.int64)
 
@@ -358,7 +359,7 @@ def _older(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Keys and values of positions from `start` on, which are on `pages`, and which of them lie in [first, before)."""
+    """Keys and values of positions from `start` on, in cache blocks `pages`, and a mask of those in [first, before)."""
     at = start + tl.arange(0, BLOCK_K)
     here = (at < before) & (at >= first)
     place = (pages * kv_block + (at % BLOCK_SIZE) * kv_place)[:, None] + columns[None, :]
@@ -370,7 +371,7 @@ def _older(  # type: ignore[no-untyped-def]
 def _attended(  # type: ignore[no-untyped-def]
     acc, highest, denominator, q, k, v, here, inner, outer, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """The running softmax after another block of keys."""
+    """The running softmax (sum of values, maximum, denominator) after another block of keys."""
     scores, _ = softcapped_scores(tl.dot(q, k.T, input_precision=PRECISION), inner, outer, HAS_SOFTCAP)
     scores = tl.where(here[None, :], scores, -1.0e30)
     higher = tl.maximum(highest, tl.max(scores, 1))
@@ -398,7 +399,7 @@ def _join(  # type: ignore[no-untyped-def]
 ):
     """Σ_s parts[s] · 2^(highest[s] − highest) / Σ_s denominator[s] · 2^(highest[s] − highest), heads from `row` on.
 
-    Read past the first-level cache, which does not see what other programs wrote.
+    Loads bypass the L1 cache (.cg), which does not see what other programs wrote.
     """
     # As many heads at a time as fit into registers, so that their reads are one wait for memory.
     TOGETHER: tl.constexpr = min(GROUP_2, max(1, 16384 // (MOST * BLOCK_D)))

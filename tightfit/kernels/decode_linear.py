@@ -1,17 +1,17 @@
-"""Products with a weight matrix for the one token of a decoding step, and what stands around them.
+"""Products of a weight matrix with the one token of a decoding step, fused with the operations around them.
 
     y = epilogue(prologue(x) · Wᵀ + bias)        x [1, K], W [N, K]
 
 The prologue may be RMSNorm: with r = 1 / √(mean(x²) + ε), (x · r · w) · Wᵀ = r · ((x · w) · Wᵀ), so the sum of squares
-is taken in the same loop and applied at the end, and no kernel of its own is needed. The epilogue may add the residual
-or be a gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u. A weight in 8-bit floats has
-a scale for each row, which is applied to its sum.
+is taken in the same loop and applied at the end, without a kernel of its own. The epilogue may add the residual or be a
+gated activation: the weight then holds gate over up, [2N, K], and y = act(g) · u. A weight in 8-bit floats has a scale
+per row, which is applied to the row's sum.
 
-Such a product reads every weight once and does nothing else worth counting: it is right when memory is busy from the
-first microsecond to the last. Weights go straight to registers and are multiplied and summed there. A program has few
-rows of W, so that there are enough programs for all multiprocessors. With `overlap` (programmatic dependent launch,
-Hopper and later) a kernel starts while the one before it ends, and asks for its first weights before it waits for its
-input. For two tokens or more cuBLAS is faster: a kernel of this kind on tensor cores took twice its time on an H200.
+Such a product takes as long as reading every weight once, so memory must be busy from the first microsecond to the
+last. Weights go straight to registers and are multiplied and summed there. A program has few rows of W, so that there
+are enough programs for all multiprocessors. With `overlap` (programmatic dependent launch, Hopper and later) a kernel
+starts while the one before it ends, and loads its first weights before it waits for its input. For two tokens or more
+cuBLAS is faster: a kernel of this kind on tensor cores took twice cuBLAS's time on an H200.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from tightfit.models.spec import Activation
 
 
 class Tile(NamedTuple):
-    """Rows of W and columns a program takes at a time, and its warps."""
+    """Rows of W per program, columns it takes at a time, and its warps."""
 
     rows: int
     cols: int
@@ -155,7 +155,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_N outputs: products kept per column until the end, then summed; norm, bias, activation and residual."""
+    """BLOCK_N outputs: sums per column until the end, then over columns; then norm, bias, activation and residual."""
     launch_next(OVERLAP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)

@@ -4,7 +4,7 @@ The formulas are in `linear_distillation.py`. One program reads a row of both mo
 of z / τ and of t / τ, the first two from one maximum), once for the sums over the vocabulary of a divergence, and
 for reverse KL and JSD once more for the gradient, whose Σ p r is a sum itself. Forward KL writes its gradient in the
 second pass. Sums are float32; rows are rounded once, when the gradient is stored. As in `logit_rows.py`, buffers are
-read and written up to their row stride, where finite numbers must lie and zeros are left.
+read and written up to their row stride: the padding must hold finite numbers and is set to zero.
 """
 
 from typing import TYPE_CHECKING

@@ -23,7 +23,7 @@ SIGNED, UNSIGNED = 7, 8
 
 @lru_cache
 def _numbers(decades: int) -> tuple[float, ...]:
-    """Kept as numbers: a tensor that is kept would be a real one among fake ones, or a fake one among real ones."""
+    """The value of every code; cached as numbers, as a cached tensor might be real among fake ones or the reverse."""
     values = [0.0]
     for i in range(decades):
         values += [10.0 ** (i - decades + 1) * (0.1 + 0.9 * (j + 1) / 2**i) for j in range(2**i)]
@@ -42,7 +42,7 @@ def encode(x: Tensor, decades: int) -> Tensor:
 
 
 def decode(codes: Tensor, decades: int) -> Tensor:
-    """Their values, float32."""
+    """The values of codes, float32."""
     return table(decades, codes.device)[codes.long()]
 
 

@@ -1,20 +1,19 @@
-"""x · Wᵀ of a few tokens, 2 to 64, with a tall matrix of 16-bit floats: gate and up, or the head, of many sequences.
+"""x · Wᵀ for 2 to 64 tokens and a tall weight of 16-bit floats: gate and up, or the head, in decoding many sequences.
 
     y = act(x · Wᵀ + b)        x [M, K], W [N, K] → y [M, N];  gated: W is gate over up [2N, K], y = act(g) · u
 
-Such a product is right when the weight is read at the memory's full rate. What stands in the way of that:
+Such a product should take as long as reading the weight at full memory bandwidth. Two things stand in the way:
 
-- Every block of the weight is multiplied by all tokens, which come from the L2 cache each time. So a block has 128
+- Every block of the weight is multiplied by all tokens, which are read from the L2 cache each time. So a block has 128
   rows, the weight is the left factor, and tokens are padded to 16, 32 or 64 only. A block has many inputs too, and two
-  programs share a multiprocessor: one reads while the other multiplies. How a product is cut does not depend on the
+  programs share a multiprocessor: one reads while the other multiplies. How a product is tiled does not depend on the
   number of tokens, so neither do the bits of a token's row.
-- Memory is idle while one kernel ends and the next begins. With `overlap` (kernels/overlap.py) a program asks for the
-  first of its weights, as far as the L2 cache, before it waits for its input; and it lets the next kernel begin when it
-  has nothing more to ask for.
+- Memory is idle while one kernel ends and the next begins. With `overlap` (kernels/overlap.py) a program prefetches its
+  first weights into the L2 cache before it waits for its input, and lets the next kernel begin after its own last load.
 
-Blocks come by the tensor memory accelerator (Hopper and later), ahead of what they are multiplied with. What lies
-outside the matrices is zero there, so sizes need not be multiples of anything but 16 bytes a row. Weights with fewer
-rows would need their inputs divided among programs, whose sums cost more to join than cuBLAS loses (docs/LOG.md).
+Blocks are loaded by the tensor memory accelerator (TMA, Hopper and later), some stages ahead of their products. TMA
+reads zeros outside the matrices, so sizes need not be multiples of anything but 16 bytes a row. Weights with fewer rows
+would need split-K, whose partial sums cost more to join than cuBLAS loses (docs/LOG.md).
 """
 
 from functools import lru_cache
@@ -38,11 +37,11 @@ LEAST_OUTPUTS = 16_384
 """Tokens and rows of the weight for which this is faster than cuBLAS."""
 ALIGNMENT_BYTES = 16
 BLOCK_OUTPUTS, BLOCK_INPUTS = (32, 16) if is_interpreted() else (128, 128)
-"""Rows of the weight that a program has, gates among them, and how many of their inputs come at a time."""
+"""Rows of the weight per program, those of gate and up together, and inputs per block."""
 STAGED_BYTES = 200 * 2**10
-"""Of a multiprocessor's shared memory, for blocks that are read ahead by its one or two programs."""
+"""Shared memory of a multiprocessor for blocks that its one or two programs load ahead."""
 EARLY_BYTES = 512
-"""Of each row, asked for before the kernel before has ended."""
+"""Bytes of each row that are prefetched before the previous kernel has ended."""
 
 
 def few_rows(
@@ -69,7 +68,7 @@ def few_rows_eager(
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are multiplied here: few tokens, a tall weight of 16 bits, Hopper or later; cuBLAS has the rest."""
+    """Whether this kernel is faster than cuBLAS: few tokens, a tall 16-bit weight, aligned rows, Hopper or later."""
     if not (use_triton("auto", x) and FEWEST_ROWS <= len(x) <= MOST_ROWS and can_overlap(weight.device)):
         return False
     if not has_room(weight.device):
@@ -80,7 +79,7 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
 
 @lru_cache
 def has_room(device: torch.device) -> bool:
-    """Whether a program's shared memory holds what is staged: half as much on GeForce and workstation cards."""
+    """Whether a program can have STAGED_BYTES of shared memory: GeForce and workstation cards have half as much."""
     if device.type != "cuda":
         return True
     properties: Any = torch.cuda.get_device_properties(device)
@@ -94,7 +93,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 @triton.jit
 def _ask_early(rows_ptr):  # type: ignore[no-untyped-def]
-    """Have the first EARLY_BYTES behind each pointer fetched to the L2 cache."""
+    """Prefetch the first EARLY_BYTES behind each pointer into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
         "=r,l",
@@ -184,7 +183,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation 
 
 
 def _blocks_of(matrix: Tensor, rows: int) -> Any:
-    """What blocks of a matrix are read through."""
+    """The TMA descriptor for blocks of `rows` rows of a matrix."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, BLOCK_INPUTS])
 
 

@@ -135,7 +135,7 @@ def _run_backward(
 
 
 def fake_attended(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Output and logarithms of attention, without their values."""
+    """Uninitialised output and logarithms of attention, for fake tensors."""
     return like_rows(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -358,7 +358,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         BLOCK_K,
         True,
     )
-    divisor = tl.where(denominator > 0, denominator, 1.0)  # of rows that see no key, where only some keys are here
+    divisor = tl.where(denominator > 0, denominator, 1.0)  # 0 for rows that see none of a part's keys (ring attention)
     store_rows(out + batch64 * o_batch + head * o_head, o_row, rows, queries, columns, acc / divisor[:, None], D)
     log_row = logs + (batch64 * heads + head) * queries + rows
     tl.store(log_row, highest + tl.log2(divisor), mask=rows < queries)

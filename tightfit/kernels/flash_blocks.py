@@ -5,7 +5,7 @@ the first call of every shape and might choose differently every time. Hopper's 
 fastest that `benchmarks/flash_blocks.py` found on an H200 (rows in benchmarks/results); the others compile without
 spilling registers and fit the shared memory, but have not been timed. Found there: two programs of four warps per
 multiprocessor beat one of eight, as one multiplies while the other computes exponentials; `num_stages=2` is one buffer,
-which overlaps nothing, so three pay where shared memory still allows two programs.
+which overlaps nothing, so three stages pay where shared memory still allows two programs.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of queries and of keys a program holds at a time, and how it is run."""
+    """Rows of queries and of keys a program holds at a time, its warps and its pipeline stages."""
 
     queries: int
     keys: int
@@ -79,7 +79,7 @@ class Problem:
 
     scale: float
     window: int
-    """Keys a query attends to at most, itself included; 0 for all."""
+    """Keys a query attends to at most, its own included; 0 for all."""
     softcap: float
     """0 for none."""
     bounds: Tensor | tuple[Tensor, Tensor] | None
@@ -89,7 +89,7 @@ class Problem:
     """Query i sees keys up to i + before; None: queries are the last positions of keys."""
 
     def first_position(self, queries: int, keys: int) -> int:
-        """What `before` is for so many queries and keys."""
+        """`before`, or what None means for so many queries and keys: the first query's position."""
         return keys - queries if self.before is None else self.before
 
     def starts_and_ends(self, unused: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ class Problem:
         return (unused, unused) if self.bounds is None else (self.bounds[0], self.bounds[1])
 
     def constants(self, query: Tensor) -> dict[str, object]:
-        """What kernels are compiled for."""
+        """The kernels' compile-time constants."""
         D = query.shape[3]
         exact = query.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
         return {
@@ -110,11 +110,11 @@ class Problem:
         }
 
     def constants_without_documents(self, query: Tensor) -> dict[str, object]:
-        """The same for kernels over a paged cache, where every sequence is one document."""
+        """`constants` without HAS_BOUNDS, for kernels over a paged cache, where every sequence is one document."""
         return {name: value for name, value in self.constants(query).items() if name != "HAS_BOUNDS"}
 
     def factors(self) -> tuple[float, float]:
-        """What scores are multiplied by inside and outside of tanh, in base 2; uncapped scores by the inner alone."""
+        """Factors of scores inside and outside of tanh, for exp2 in place of exp; without a cap the inner alone."""
         if not self.softcap:
             return self.scale * LOG2E, 1.0
         return self.scale / self.softcap * 2 * LOG2E, self.softcap * LOG2E

@@ -1,4 +1,4 @@
-"""Quantized weights and activations in the layouts that the GEMMs of a linear layer need.
+"""fp8 weights and activations in the layouts that the GEMMs of a linear layer need.
 
 With y = x Wᵀ for x [M, K] and W [N, K]; fp8 GEMMs contract over the last dimension of both operands:
 
@@ -12,9 +12,9 @@ x and W are always e4m3. Gradients are e5m2 with a scale per tensor, as their ro
 and e4m3 with a scale per row (as in torchao's two recipes).
 
 A weight is quantized in its first forward, in both layouts from one read, and its codes are kept until backward has
-used them: two bytes a weight at most, none when the optimizer changes weights. (Tensor versions alone would not do:
-torch's fused optimizers do not raise them.) Where weights are all-gathered or streamed from the host, keeping codes
-would undo what that saves, so each product quantizes the layout it needs.
+used them: two bytes a weight at most, none when the optimizer changes weights. (To notice such a change by tensor
+versions alone would not do: torch's fused optimizers do not raise them.) Where weights are all-gathered or streamed
+from the host, keeping codes would undo what that saves, so each product quantizes the layout it needs.
 """
 
 import weakref
@@ -99,7 +99,7 @@ class WeightCodes:
 
 @dataclass
 class SharedInput:
-    """The codes of an activation that `users` linear layers (q, k and v, or gate and up) take one after another."""
+    """The codes of an activation that `users` linear layers (q, k and v, or gate and up) use one after another."""
 
     scaling: Scaling
     users: int

@@ -23,7 +23,7 @@ from tightfit.models.spec import Activation
 
 BLOCK, WARPS = 4096, 8
 Codes = tuple[WeightCodes, WeightCodes, WeightCodes]
-"""Of gate, up and down."""
+"""The codes of gate, up and down."""
 
 
 def fp8_gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: Activation, codes: Codes) -> Tensor:
@@ -70,7 +70,7 @@ class _Fp8GatedMlp(torch.autograd.Function):
         wants_x, wants_gate, wants_up, wants_down = ctx.needs_input_grad[:4]
         rows = dy.reshape(-1, dy.shape[-1])
         dy_codes = quantized(rows, scaling, E5M2, transposed=wants_down)
-        product = _product(dy_codes.plain, codes[2].backward(down_weight), dy.dtype)  # its gradient, for now
+        product = _product(dy_codes.plain, codes[2].backward(down_weight), dy.dtype)  # dp, until overwritten by p
         d_gate, d_up, largest = _gradients_and_product(product, gate, up, ctx.activation)
         d_down = _down_gradient(scaling, rows, dy_codes.transposed, product, largest[2]) if wants_down else None
         del product, dy_codes

@@ -5,7 +5,7 @@
 fp8 GEMMs contract over the last dimension of both operands, so the three products of a linear layer need x, its weight
 and the gradient both plain and transposed. One kernel reads a tile once and writes either or both. A scale per tensor
 needs a pass for the largest magnitude first, unless the kernel that wrote the tensor has found it (`amax`); a row fits
-into registers, so its scale needs none.
+into registers, so a scale per row needs no extra pass.
 
 Transposed copies are padded with zeros to rows of a multiple of 16, as the GEMMs need; zeros do not change sums over
 tokens. Values cannot exceed L, except NaN and infinity, which become NaN.
@@ -203,7 +203,7 @@ def _cast(
 
 @triton.jit
 def amax_kernel(x_ptr, out_ptr, width, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """atomic max of a block's largest magnitude."""
+    """Raise *out_ptr to a block's largest magnitude, atomically."""
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * stride + at, mask=at < width, other=0).to(tl.float32)
     tl.atomic_max(out_ptr, tl.max(tl.abs(x), 0))

@@ -1,12 +1,12 @@
-"""x · Wᵀ for a weight of 8-bit floats with a scale a row, and some tokens: the weight is read once, as it is.
+"""x · Wᵀ for a weight of 8-bit floats with a scale per row and up to 128 tokens: the weight is read once, in 8 bits.
 
     y[m, n] = S[n] · Σ_k x[m, k] · W[n, k]
 
-A program reads a block of codes, turns them into 16-bit floats in registers (which hold e4m3 exactly) and multiplies on
-tensor cores, the weight as the left factor. Programs share inputs where outputs alone are too few to keep the card
-busy; the last one to finish adds up what all have found. For one token kernels/fp8_vector.py reads faster; from a
-few hundred tokens on arithmetic costs more than reading: the weight is expanded once and multiplied by cuBLAS. Not
-differentiable.
+A program reads a block of codes, converts them to 16-bit floats in registers (which hold e4m3 exactly) and multiplies
+on tensor cores, the weight as the left factor. Where outputs alone give too few programs to keep the card busy, several
+split the inputs (split-K); the last one to finish adds up their partial sums. For one token kernels/fp8_vector.py reads
+faster; from a few hundred tokens on arithmetic costs more than reading: the weight is expanded to 16 bits once and
+multiplied by cuBLAS. Not differentiable.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ MOST_ROWS = 128
 
 
 class Fp8Tile(NamedTuple):
-    """Tokens, outputs and inputs of a block, programs that share the inputs, blocks read ahead, warps."""
+    """Tokens, outputs and inputs of a block, programs that split the inputs, pipeline stages, warps."""
 
     block_m: int
     block_n: int
@@ -50,7 +50,7 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M tokens over one of `split` shares of the inputs."""
+    """BLOCK_N outputs of BLOCK_M tokens over one of `split` parts of the inputs."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     share, m_block = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -75,7 +75,7 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
     out = m[None, :] * N + n[:, None]
     if IS_SHARED:
         tl.store(partial_ptr + share * M * N + out, total, mask=here)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
+        tl.debug_barrier()  # all of this program's sums are written before the counter rises
         counter = counter_ptr + m_block * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
             return
@@ -88,7 +88,7 @@ def fp8_rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expand_fp8_kernel(codes_ptr, scale_ptr, weight_ptr, K, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of one row, times its scale."""
+    """A block of one row: codes times the row's scale."""
     row = tl.program_id(1).to(tl.int64)
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(codes_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32) * tl.load(scale_ptr + row)
@@ -96,7 +96,7 @@ def expand_fp8_kernel(codes_ptr, scale_ptr, weight_ptr, K, BLOCK: tl.constexpr):
 
 
 def expand_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] that codes in e4m3 and a scale a row stand for."""
+    """The matrix [N, K] of e4m3 codes and a scale per row, dequantized."""
     N, K = codes.shape
     weight = torch.empty(N, K, device=codes.device, dtype=dtype)
     block = 32 if is_interpreted() else 2048
@@ -106,7 +106,7 @@ def expand_fp8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_tile_for(M: int, N: int, K: int, device: torch.device) -> Fp8Tile:
-    """Enough programs for every multiprocessor, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+    """The tile that gives every multiprocessor programs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return Fp8Tile(block_m=16, block_n=16, block_k=32, split=2, stages=1, warps=4)
     block_m = min(max(triton.next_power_of_2(M), 16), 128)

@@ -1,13 +1,14 @@
-"""x · Wᵀ for a weight of 8-bit floats with a scale a row and one token, with what stands around it.
+"""x · Wᵀ for a weight of 8-bit floats with a scale per row and one token, fused with the operations around it.
 
     y[n] = S[n] · Σ_w s[w] · Σ_{k in w} W[n, k] · X[k]        x[k] = s[w] · X[k], |X| < 1, s a power of two
 
-X is in float16, with a scale for the four inputs of each word w of codes. Of bfloat16 inputs it is exact but for what
-is 2¹⁴ times smaller than its neighbours; after a norm it is rounded to 11 bits, where a norm alone leaves 8. Products
-with codes are float16, two to an instruction: 4 bits times 11, rounded to 11, and summed in pairs; all further sums are
-float32. A thread has four words of every row of its program, and makes the X of these once (kernels/vector_inputs.py).
-What limits such a product is the way from the L2 cache: a program has many rows of the weight, or it would read as much
-of x and a norm's weights as of them. Norm, bias, residual or gated activation: kernels/vector_end.py.
+X is in float16, with a scale s for the four inputs of each word w of codes. It holds bfloat16 inputs exactly, unless
+they are 2¹⁴ times smaller than their neighbours; after a norm it is rounded to 11 bits, where a separate norm would
+leave 8. Products with codes are float16, two to an instruction: 4 bits times 11, rounded to 11, and summed in pairs;
+all further sums are float32. A thread has four words of every row of its program, and computes X for these once
+(kernels/vector_inputs.py). The bandwidth of the L2 cache limits such a product: a program has many rows of the weight,
+or it would read as many bytes of x and a norm's weights. Norm, bias, residual or gated activation:
+kernels/vector_end.py.
 """
 
 from typing import Literal, NamedTuple
@@ -27,7 +28,7 @@ WHOLE = 16
 
 
 class Fp8VectorTile(NamedTuple):
-    """Rows of the weight a program has, words it takes of each at a time, and its warps."""
+    """Rows of the weight per program, words of each row that it takes at a time, and its warps."""
 
     rows: int
     words: int
@@ -36,7 +37,7 @@ class Fp8VectorTile(NamedTuple):
 
 @triton.jit
 def dot_of_four(words, first, second, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Σ of four e4m3 numbers in each word times four float16 numbers in two, in float32."""
+    """Σ of the four e4m3 numbers in each word times four float16 numbers, two each in `first` and `second`; float32."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -81,22 +82,22 @@ def pair_of_halves(low, high, ASM: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def pairs_of_words(ptr, first, WORDS: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What stands at the four codes of words from `first` on, as two pairs of 16-bit numbers, [WORDS] each.
+    """16-bit inputs (or norm weights) for the four codes of each word from `first` on: two pairs, [WORDS] each.
 
-    A thread that has four neighbouring words asks for 16 bytes twice.
+    A thread that has four neighbouring words loads 16 bytes twice.
     """
     QUADS: tl.constexpr = WORDS // 4
     quad = tl.arange(0, QUADS)[:, None]
     at = ptr.to(tl.pointer_type(tl.int32)) + 2 * first + 8 * quad + tl.arange(0, 4)[None, :]
     here = first + 4 * quad < COUNT
     both = tl.join(tl.load(at, mask=here, other=0), tl.load(at + 4, mask=here, other=0))
-    ordered = tl.permute(tl.reshape(both, (QUADS, 2, 2, 2)), (0, 3, 1, 2))  # was: word of two, pair, which two words
+    ordered = tl.permute(tl.reshape(both, (QUADS, 2, 2, 2)), (0, 3, 1, 2))  # before: quad, word of two, pair, which two
     return tl.split(tl.reshape(ordered, (WORDS, 2)))
 
 
 @triton.jit
 def next_power_of_two(x):  # type: ignore[no-untyped-def]
-    """The power of two above a number that is not negative, and its inverse; of tiny ones 2⁻⁹⁹."""
+    """The power of two above a non-negative number, at least 2⁻⁹⁹, and its inverse."""
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) >> 23, 27) + 1
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
@@ -179,7 +180,7 @@ def fp8_vector_kernel(  # type: ignore[no-untyped-def]
 
 
 def fp8_vector_tile_for(rows: int, inputs: int) -> Fp8VectorTile:
-    """For a weight of so many rows and inputs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+    """The tile for a weight of so many rows and inputs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return Fp8VectorTile(rows=4, words=128, warps=4)
     if inputs > 8192:

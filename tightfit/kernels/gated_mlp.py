@@ -49,7 +49,7 @@ def gated_mlp_eager(
 def can_fuse(x: Tensor, *projections: nn.Module) -> bool:
     """Whether a fused function may use these modules' weights instead of calling them on `x`.
 
-    So where gradients are enabled, without torch.compile (which chooses itself what to save) and autocast, and the
+    True where gradients are enabled, without torch.compile (which chooses itself what to save) and autocast, if the
     modules only multiply by a weight: no bias, adapter, hook, quantized or sharded weight.
     """
     traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)

@@ -1,8 +1,8 @@
 """Copies of rows of a matrix, in any order and any number: out[m] = x[rows[m]].
 
-What index_select of torch does, in wide loads and stores: a program copies PER_PROGRAM rows, 16 bytes a thread at a
-time. A routed layer (routed_mlp.py) copies every token once per expert, three times a step, which is more bytes than
-anything else it moves outside its products. Not differentiable by itself: its callers know their own backward.
+As torch's index_select, with wider loads and stores: a program copies PER_PROGRAM rows, 16 bytes a thread at a time. A
+routed layer (routed_mlp.py) copies every token once per expert, three times a step, which is more bytes than anything
+else it moves outside its products. Not differentiable by itself: its callers have backward passes of their own.
 """
 
 import torch

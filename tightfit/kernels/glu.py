@@ -11,8 +11,8 @@ costs nothing: the 8 passes over the activations, forward and backward, are boun
     gelu_tanh g · σ(2v), v = √(2/π) · (g + 0.044715 g³): the same as g/2 · (1 + tanh v) with one exponential
     relu2     max(g, 0)²   (So et al. 2021)
 
-gpt-oss clamps both and adds one to the second: `swiglu_clamped` is h · σ(1.702 h) · (c + 1), where h = min(g, 7)
-and c is u within ±7.
+gpt-oss clamps g and u and adds one to u: `swiglu_clamped` is h · σ(1.702 h) · (c + 1), where h = min(g, 7) and c is u
+clamped to ±7.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ BLOCK = 2048
 WARPS = 8
 
 ALPHA, LIMIT = 1.702, 7.0
-"""Of `swiglu_clamped`; written as numbers in the kernels."""
+"""The constants of `swiglu_clamped`; written as numbers in the kernels."""
 
 
 def _clamped_silu(gate: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def activated(g, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def factored(u, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What act(g) is multiplied by, and its derivative by u."""
+    """The factor of act(g), u or what `swiglu_clamped` makes of it, and its derivative by u."""
     if ACTIVATION == "swiglu_clamped":
         factor = tl.minimum(tl.maximum(u, -7.0), 7.0) + 1.0
         slope = tl.where((u >= -7.0) & (u <= 7.0), 1.0, 0.0)

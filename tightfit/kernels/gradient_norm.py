@@ -1,7 +1,7 @@
 """√Σ g² over many gradients in one launch, in float32 whatever their dtype.
 
 Each program sums the squares of its chunk, and torch adds the chunks in a fixed order, so results are deterministic.
-torch._foreach_norm reads bf16 at 2 360 GB/s on an H200, which has 4 200: 6.8 ms of an 8B model's step.
+torch._foreach_norm reads bf16 at 2 360 GB/s on an H200, which can do 4 200: 6.8 ms of an 8B model's step.
 """
 
 from collections.abc import Sequence

@@ -3,13 +3,14 @@
     grouped_matmul   y[m] = x[m] · W[e]        for the rows m of group e      x [M, K], W [E, K, N] → y [M, N]
     grouped_outer    dW[e] = Σ_m a[m]ᵀ b[m]    over the rows m of group e     a [M, N], b [M, K] → dW [E, N, K]
 
-Group e is the rows from offsets[e − 1] (0 for the first) to offsets[e]; groups may be empty, and rows behind the last
-group are in no product (grouped_matmul leaves them undefined). The offsets stay on the
-device: the host neither waits for them nor knows them, so shapes are those of the whole batch. Sums are float32, no
-result depends on the order in which programs run.
+Group e has the rows from offsets[e − 1] (0 for the first) to offsets[e]; groups may be empty, and rows behind the last
+group are in no product (grouped_matmul leaves them undefined). The offsets stay on the device: the host neither waits
+for them nor knows them, so shapes are those of the whole batch. Sums are float32; no result depends on the order in
+which programs run.
 
-On Hopper and later in bf16 it is torch's own grouped product (CUTLASS). Elsewhere, and for sizes it does not take,
-kernels of ours: a program finds its group by counting the tiles of those before it. Without Triton, a loop over groups.
+On Hopper and later in bf16 it is torch's own grouped product (CUTLASS). Elsewhere, and for sizes that torch does not
+take, it is a kernel of ours, whose programs find their group by counting the tiles of the groups before. Without
+Triton, a loop over groups.
 """
 
 import torch
@@ -22,7 +23,7 @@ from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 
 ROWS, COLUMNS, DEPTH, WARPS = 64, 128, 32, 4
 INTERPRETED = (16, 64, 32)
-"""Tile sizes where every operation of a program costs the same."""
+"""Tile sizes in Triton's interpreter, where every operation of a program costs the same."""
 ALIGNMENT_BYTES = 16
 HOPPER = (9, 0)
 

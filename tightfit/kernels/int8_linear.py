@@ -1,12 +1,12 @@
-"""x · Wᵀ with both factors in 8-bit integers: a scale per token, found as tokens come, and a scale per output.
+"""x · Wᵀ with both factors in 8-bit integers: a dynamic scale per token and a scale per output.
 
     s_x[m] = max_k |x[m, k]| / 127,   q = round(x · (1 / s_x)),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
 
-Or s_x is one number for all tokens, known before, beyond whose range q saturates at −128 and 127.
+With a static scale, s_x is one number for all tokens, beyond whose range q saturates at −128 and 127.
 
-On CUDA the product is kernels/int8_matmul.py's, on cards that it is for; on others torch._int_mm, which wants more than
-16 rows and K and N in multiples of 8; fewer rows are padded. Elsewhere the integers are multiplied as float32, which is
-exact up to 2^24: the same numbers. Not differentiable.
+On CUDA the product is kernels/int8_matmul.py's where card and row length allow it, else torch._int_mm's, which needs
+more than 16 rows (fewer are padded) and K and N in multiples of 8. Elsewhere the integers are multiplied as float32,
+which is exact up to 2^24: the same numbers. Not differentiable.
 """
 
 import torch
@@ -25,7 +25,10 @@ ALIGNED = 8
 def int8_linear(
     x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None, *, impl: Impl = "auto"
 ) -> Tensor:
-    """x [..., K] times the transpose of int8 `codes` [N, K] with `scale` [N, 1]; x by `input_scale` [1], or by rows."""
+    """x [..., K] times the transpose of int8 `codes` [N, K] with `scale` [N, 1].
+
+    x is quantized by `input_scale` [1] where given, else with a scale per row.
+    """
     if codes.dtype != torch.int8 or codes.shape[1] != x.shape[-1] or scale.shape != (codes.shape[0], 1):
         shapes = f"{list(x.shape)}, {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)}"
         raise UserError(f"int8_linear got {shapes}; give x [..., K], int8 codes [N, K] and scales [N, 1]")
@@ -45,7 +48,7 @@ def int8_linear_eager(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tens
 
 
 def rounded_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows; or by a known scale of all, [1]."""
+    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows, or `known_scale` [1] of all rows."""
     wide = x.to(torch.float32)
     if known_scale is not None:
         scale = known_scale.to(torch.float32)
@@ -56,7 +59,7 @@ def rounded_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, 
 
 
 def _is_multiplied(x: Tensor) -> bool:
-    """Whether the card of x multiplies integers as our kernel asks it to, and rows are as short."""
+    """Whether our kernel takes x: the card has int8 tensor cores, and rows are short enough."""
     return x.shape[-1] <= WIDEST_ROW and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= NEEDED)
 
 

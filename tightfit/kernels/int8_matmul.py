@@ -2,10 +2,11 @@
 
     s_x[m] = max_k |x[m, k]| / 127,   q = round(x · (1 / s_x)),   y[m, n] = s_x[m] · S[n] · Σ_k q[m, k] · w[n, k]
 
-Few rows (generating text) cost the reading of the weight: it is the left factor, so that a block of tokens may be
-narrow, and programs share inputs where outputs alone are too few to keep the card busy; the last one to finish adds up
-what all have found. Many rows cost arithmetic, at twice the rate of 16 bits: square tiles, those of a few blocks of
-tokens together, so that they find one another's weights in the cache. Sums of integers are exact in any order.
+With few rows (decoding) time goes to reading the weight: it is the left factor, so that a block of tokens may be
+narrow, and where outputs alone give too few programs to keep the card busy, several split the inputs (split-K); the
+last one to finish adds up their partial sums. With many rows time goes to arithmetic, at twice the rate of 16 bits:
+square tiles, ordered so that a few blocks of tokens run side by side and find each other's weights in the L2 cache.
+Sums of integers are exact in any order.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ NEEDED = (8, 0)
 
 
 class Int8Tile(NamedTuple):
-    """Tokens, outputs and inputs of a block, programs that share the inputs, blocks read ahead, warps."""
+    """Tokens, outputs and inputs of a block, programs that split the inputs, pipeline stages, warps."""
 
     block_m: int
     block_n: int
@@ -48,7 +49,7 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
     TINIEST: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """One row: its scale, unless one of all rows is known, and its codes, halves to even."""
+    """One row: its scale, unless one scale of all rows is known, and its codes, halves rounded to even."""
     HALVES_TO_EVEN: tl.constexpr = 12582912.0  # 1.5 · 2²³: what is added to it loses its fraction
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
@@ -85,7 +86,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M tokens over one of `split` shares of the inputs."""
+    """BLOCK_N outputs of BLOCK_M tokens over one of `split` parts of the inputs."""
     share, m_block = tl.program_id(1), tl.program_id(2)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -108,7 +109,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     out = m[None, :] * N + n[:, None]
     if IS_SHARED:
         tl.store(partial_ptr + share * M * N + out, total, mask=here)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
+        tl.debug_barrier()  # all of this program's sums are written before the counter rises
         counter = counter_ptr + m_block * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
             return
@@ -140,7 +141,7 @@ def many_rows_kernel(  # type: ignore[no-untyped-def]
     TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile; TOGETHER blocks of tokens go through the outputs side by side."""
+    """A tile; programs are ordered so that TOGETHER blocks of tokens go through the outputs side by side."""
     across, down = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
     first = tl.program_id(0) // (TOGETHER * across) * TOGETHER
     height = tl.minimum(down - first, TOGETHER)
@@ -168,7 +169,7 @@ def many_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile_for(M: int, N: int, K: int, device: torch.device) -> Int8Tile:
-    """Enough programs for every multiprocessor, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+    """The tile that gives every multiprocessor programs, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return Int8Tile(block_m=16, block_n=16, block_k=32, split=2 if M <= FEW_ROWS else 1, stages=1, warps=4)
     if M > FEW_ROWS:
@@ -180,7 +181,7 @@ def tile_for(M: int, N: int, K: int, device: torch.device) -> Int8Tile:
 
 
 def round_rows(x: Tensor, known_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows; or by a known scale of all, [1]."""
+    """x [M, K] as int8 codes and the float32 scales [M, 1] of its rows, or `known_scale` [1] of all rows."""
     M, K = x.shape
     assert K <= WIDEST_ROW, f"rows of {K}"
     q = torch.empty(M, K, device=x.device, dtype=torch.int8)
@@ -267,4 +268,4 @@ int8_matmul = operator(
     _run,
     lambda x, codes, scale, input_scale: x.new_empty(x.shape[0], codes.shape[0]),
 )
-"""x [M, K] times the transpose of int8 codes [N, K] with scale [N, 1]; x by rows or by `input_scale` [1]."""
+"""x [M, K] times the transpose of int8 codes [N, K] with scale [N, 1]; x is rounded per row or by `input_scale` [1]."""

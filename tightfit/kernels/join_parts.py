@@ -15,7 +15,7 @@ from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 
 ROWS = 16
-"""Of a program."""
+"""Rows per program."""
 
 
 def add_rows(first: Tensor, second: Tensor, into: Tensor, *, impl: Impl = "auto") -> None:

@@ -32,14 +32,14 @@ from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 IGNORE = -100
 LinearCrossEntropyImpl = Literal["auto", "triton", "torch", "eager"]
 CHUNK_BYTES = 256 * 2**20
-"""Logits held at a time, besides those that fit in the memory of the weight's future gradient (logit_chunks.py)."""
+"""Bytes of logits held at a time, beside those in the memory of the weight's future gradient (logit_chunks.py)."""
 FP16_LIFT = 256.0
 """Scale of float16 gradients of logits: p ≈ 1/V is subnormal in float16 from V = 16 384 on, 256 p is not."""
 
 
 @dataclass
 class LossDetails:
-    """Filled where given as `details`, in the shape of the labels; ignored labels are 0 and False."""
+    """Per-label results, filled in where passed as `details`, in the shape of the labels; 0 and False where ignored."""
 
     losses: Tensor | None = None
     correct: Tensor | None = None
@@ -69,8 +69,8 @@ def linear_cross_entropy(
     """Cross entropy (float32 or better) of cap(scale · (hidden Wᵀ + bias)) for hidden [..., H] and labels [...].
 
     "mean" divides by the labels that count; `divisor` divides the sum by a number of your own, such as the tokens of
-    all micro-batches and processes. `weight_shards` says what a sharded weight means (see sharded_weight.py);
-    `rows` says that `weight` has only these of the vocabulary, and leaves the gradient of `hidden` to be summed.
+    all micro-batches and processes. `weight_shards` says what a sharded weight means (see sharded_weight.py). With
+    `rows`, `weight` has these rows of the vocabulary only, and the caller sums the gradient of `hidden` over ranks.
     """
     terms = LossTerms(label_smoothing, softcap or 0.0, scale, z_loss)
     _check(hidden, weight, labels)
@@ -238,7 +238,7 @@ def _fake(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 def _scratch_bytes(hidden: Tensor, weight: Tensor, *others: Any) -> int:
-    """The logits of a chunk, and without the kernel their float32 copy."""
+    """Bytes of the logits of a chunk, and without the kernel of their float32 copy."""
     rows, triton = others[9], others[14]
     each = hidden.element_size() + (0 if triton else wide(hidden).itemsize)
     return min(rows, hidden.shape[0]) * padded(weight.shape[0]) * each
@@ -293,7 +293,7 @@ def _scale(ctx: Any, sums: list[Tensor], factor: Tensor) -> list[Tensor | None]:
 
 
 def is_last_use(x: Tensor) -> bool:
-    """Whether saved tensors may be overwritten: backward without retain_graph."""
+    """Whether a saved tensor may be overwritten: backward runs without retain_graph."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return type(x) in (Tensor, FakeTensor) and asked is not None and not asked()
 

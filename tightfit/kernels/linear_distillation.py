@@ -11,11 +11,11 @@ With the student's hidden states h [N, H] and weight W [V, H], the teacher's h' 
 | reverse | KL(p ‖ q) | p · (r − Σ p r),  r = log p − log q |
 | jsd | β KL(q ‖ m) + (1 − β) KL(p ‖ m),  m = β q + (1 − β) p | (1 − β) · p · (r − Σ p r),  r = log p − log m |
 
-A chunk of rows at a time is projected by both, reduced to its loss and to ∂L/∂z, and multiplied out, as in
-`linear_cross_entropy.py`: gradients are computed in forward, backward multiplies the incoming one in. The divisor is in
-∂L/∂z already: dividing ∂L/∂h afterwards would round it twice, which in bf16 made its error a third larger. Rows without
-a label count neither way. Where chunks are few, the weight's gradient is summed in 24 bits (split_sum.py). Limits: no
-gradient for the teacher, no second derivatives, whole weights only.
+A chunk of rows at a time is projected by both models, reduced to its loss and to ∂L/∂z, and multiplied out, as in
+`linear_cross_entropy.py`: gradients are computed in forward, and backward multiplies them by the incoming one. ∂L/∂z is
+already divided by the divisor: dividing ∂L/∂h afterwards would round it twice, which in bf16 made its error a third
+larger. Rows without a label count in neither term. Where chunks are few, the weight's gradient is summed in 24 bits
+(split_sum.py). Limits: no gradient for the teacher, no second derivatives, whole weights only.
 """
 
 import math
@@ -99,7 +99,7 @@ def linear_distillation(
 
 
 def _chunks(hidden: Tensor, weight: Tensor, total: int, chunk_bytes: int, *, triton: bool) -> DistillationChunks:
-    """Rows whose logits fit into `chunk_bytes` and what is free meanwhile, and how the weight's gradient is summed."""
+    """Rows per chunk, whose logits fit into `chunk_bytes` and memory free meanwhile, and how dW is summed."""
     columns, width = weight.shape
     if not triton:
         row_bytes = distillation_row_bytes(columns, hidden.element_size(), fused=False)
@@ -210,7 +210,7 @@ class _LinearDistillation(torch.autograd.Function):
 
 
 def _buffers(hidden: Tensor, weight: Tensor, rows: int, count: int) -> list[Tensor]:
-    """Room for logits, with zeros where rows are padded."""
+    """Buffers for logits, with zeros where rows are padded."""
     made = [hidden.new_empty(rows, padded(weight.shape[0])) for _ in range(count)]
     for buffer in made:
         buffer[:, weight.shape[0] :] = 0

@@ -5,7 +5,7 @@ One buffer holds the logits z = h Wᵀ + b of a chunk. `read_rows` overwrites th
 partial sums in bf16, as in other implementations, double the gradient's rounding error at eight chunks. Each addition
 reads and writes V · H floats, so few, large chunks are fast. They cost little memory: the float32 sum is cast to the
 weight's dtype only in backward, so the V · H values of that gradient do not exist yet, and H rows of logits may take
-their memory, besides the bytes a caller allows.
+their memory, beside the bytes that a caller allows.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def read_chunks(
     combine: Combine | None = None,
     triton: bool = False,
 ) -> tuple[Tensor, Gradients]:
-    """Statistics [4, N] of the logits of hidden [N, H] and weight [V, H], and what is wanted, by chunks of `rows`."""
+    """Statistics [4, N] of the logits of hidden [N, H] and weight [V, H], and wanted gradients, by chunks of `rows`."""
     N, V = hidden.shape[0], weight.shape[0]
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -7,8 +7,8 @@ Four numbers per row hold all the loss needs, and they combine across shards of 
 logit, the sum of logits and the largest one. So one kernel serves whole rows (read for the statistics, read again for
 the gradient, written: three passes, at 95 % of copy bandwidth on an H200) and sharded ones (two launches with a
 reduction in between). Terms are summed in float32 and rounded once, when the gradient is stored. Limits: the kernel
-reads and writes rows of the buffer up to the row stride, where finite numbers must lie and zeros are left; a stride
-that is a multiple of 16 elements lets it do so 16 bytes at a time.
+reads and writes rows of the buffer up to the row stride, so the padding must hold finite numbers, and it is set to
+zero; a stride that is a multiple of 16 elements lets it do so 16 bytes at a time.
 """
 
 from collections.abc import Callable
@@ -59,14 +59,14 @@ class LossTerms:
 
 @dataclass(frozen=True)
 class RowLabels:
-    """Labels of some rows as columns (or IGNORED, ELSEWHERE), and ∂(total loss)/∂(a row's loss), one or [rows]."""
+    """Labels of some rows as columns (or IGNORED, ELSEWHERE), and ∂(total loss)/∂(a row's loss), [1] or [rows]."""
 
     targets: Tensor
     row_gradient: Tensor
     vocabulary: int
 
     def of(self, span: slice) -> "RowLabels":
-        """Those of the rows in `span`."""
+        """The labels and gradients of the rows in `span`."""
         gradient = self.row_gradient if self.row_gradient.numel() == 1 else self.row_gradient[span]
         return RowLabels(self.targets[span], gradient, self.vocabulary)
 
@@ -105,7 +105,7 @@ def _read_rows_torch(
     with_gradient: bool,
     combine: Combine | None,
 ) -> Tensor:
-    """The same in torch, with one softmax for everything: logsumexp(z) = z_j − log p_j at the largest logit j."""
+    """`read_rows` in torch, with one softmax for everything: logsumexp(z) = z_j − log p_j at the largest logit j."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     z = logits if terms.scale == 1.0 else logits.to(wide) * terms.scale
     z = z if not terms.softcap else torch.tanh(z.to(wide) / terms.softcap) * terms.softcap
@@ -114,7 +114,7 @@ def _read_rows_torch(
     largest, where = z.max(-1, keepdim=True)
     label = z.gather(-1, column).to(wide).masked_fill(~held, 0.0)
     logits_sum = z.sum(-1, keepdim=True, dtype=wide) if terms.label_smoothing else torch.zeros_like(label)
-    overwrites = with_gradient and z is logits and logits.dtype == wide  # fresh memory costs as much as the softmax
+    overwrites = with_gradient and z is logits and logits.dtype == wide  # new memory would cost as much as the softmax
     p = torch.softmax(z, -1, out=logits) if overwrites else torch.softmax(z, -1, dtype=wide)
     own = largest.to(wide) - p.gather(-1, where).log()
     statistics = torch.cat([own, label, logits_sum, largest.to(wide)], dim=1).T
@@ -202,7 +202,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: statistics from first to last block, the gradient backwards, what is in cache first."""
+    """One program per row: statistics from first to last block, the gradient backwards, as the last are in cache."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride

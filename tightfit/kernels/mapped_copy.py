@@ -1,8 +1,8 @@
 """Small copies between host and GPU without a copy engine: a kernel reads or writes the host's pinned memory itself.
 
 A GPU has one copy engine for each direction. While optimizer states pass over the link, gigabytes are queued there, and
-a batch's tokens or a step's loss would stand in line behind them: the next forward pass began when the link was idle
-again, and nothing of it was hidden (1B, 16 384 tokens, optimizer on the host, H200: 0.66 s a step). A kernel waits for
+a batch's tokens or a step's loss would wait behind them: the next forward pass began only when the link was idle again,
+and overlapped none of the transfer (1B, 16 384 tokens, optimizer on the host, H200: 0.66 s a step). A kernel waits for
 its stream only.
 """
 
@@ -17,11 +17,11 @@ from tightfit.kernels.triton_support import HAS_TRITON, tl, triton
 BLOCK = 1024
 
 _being_read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Pinned tensors that kernels may still read, and when they have."""
+"""Pinned tensors that kernels may still read, each with the event after which its kernel has."""
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` of the host on `device`, in the order of its current stream; the host waits for nothing."""
+    """A copy on `device` of a host tensor, made on the current stream; the host does not wait."""
     if device.type != "cuda" or values.is_cuda or isinstance(values, FakeTensor):
         return values.to(device, non_blocking=True)
     pinned = values.contiguous().pin_memory()
@@ -34,7 +34,7 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def fetched(values: Tensor) -> Tensor:
-    """`values` of the GPU in pinned memory, where they are once its current stream has come so far."""
+    """A copy in pinned memory of a GPU tensor, valid once the current stream has reached this point."""
     found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     if not HAS_TRITON:
         return found.copy_(values, non_blocking=True)
@@ -53,7 +53,8 @@ def copy_by_kernel(source: Tensor, target: Tensor) -> None:
 
 
 def _keep_while_read(pinned: Tensor, device: torch.device) -> None:
-    """Torch gives pinned memory to others once nobody refers to it: it only knows of copies of its own."""
+    """Keep `pinned` until the kernel has read it: torch reuses unreferenced pinned memory, and knows only of its own
+    copies that may still read it."""
     while _being_read and _being_read[0][0].query():
         _being_read.popleft()
     _being_read.append((torch.cuda.current_stream(device).record_event(), pinned))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("tightfit", "FRAGMENT")
 INTERPRETED_MULTIPROCESSORS = 3
-"""Pretended under Triton's interpreter: few enough that programs in small tests loop more than once."""
+"""The number pretended under Triton's interpreter: so few that programs in small tests loop more than once."""
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Inside `with below_autograd():` operators skip the autograd key and run their implementation."""
@@ -74,8 +74,8 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def finish_counters(device: torch.device) -> Tensor:
-    """Of programs that have finished their share of an output; the last sets its counter back to zero. Launches of one
-    stream, one after the other, share them."""
+    """Counters of programs that have finished their part of an output tile (split-K); the last to finish sets its
+    counter back to zero. Successive launches on one stream share them."""
     return torch.zeros(1 << 14, device=device, dtype=torch.int32)
 
 

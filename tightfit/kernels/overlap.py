@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel that begins while the one before it on the stream is still ending.
 
 A kernel launched with `launch_pdl=True` may start as soon as every program of the one before has called `launch_next`
-(or ended); whatever it reads of that kernel's results, or overwrites of its inputs, comes after `wait_for_previous`,
-which returns when all of it is done and visible. What does not depend on it (weights) can be asked for before. Hopper
-and later; elsewhere, and in the interpreter, both do nothing and are not compiled.
+(or ended). It may read that kernel's results, or overwrite its inputs, only after `wait_for_previous`, which returns
+when that kernel is done and its writes are visible. What does not depend on it (weights) can be loaded before. Hopper
+and later; elsewhere, and in the interpreter, both functions do nothing and are not compiled.
 """
 
 from functools import lru_cache
@@ -22,19 +22,19 @@ else:
 
     @triton.jit
     def gdc_launch_dependents():  # type: ignore[no-untyped-def]
-        """Nobody to launch."""
+        """Nothing to launch."""
 
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until the kernel before is over."""
+    """Wait until the previous kernel on the stream is done."""
     if OVERLAP:
         gdc_wait()
 
 
 @triton.jit
 def launch_next(OVERLAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the kernel after begin."""
+    """Let the next kernel on the stream begin."""
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -46,5 +46,5 @@ def pdl(overlap: bool) -> dict[str, bool]:
 
 @lru_cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether the card has it."""
+    """Whether the card has programmatic dependent launch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -2,23 +2,24 @@
 
     y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
 
-The weight is the left factor, whose blocks wgmma takes from registers: a program has BLOCK_N rows of the weight, all
-rows of x beside them, and goes along the inputs a tile (128) at a time. Words (`kernels/packing.py`) are read as 16-bit
-integers of four codes each. A matrix of 16-bit integers comes out of shared memory in the very order in which wgmma
-wants one of 16-bit floats (ldmatrix), and one shift and one `(a & b) | c` make floats of two codes at once, which stand
-below the leading one of 128 (1024 in float16) in either half of a register. Four shifts give a tile's 128 inputs in
-their order, so nothing is exchanged between threads and x stays as it is.
+The weight is the left factor, whose blocks wgmma takes from registers: a program has BLOCK_N rows of the weight and
+BLOCK_M rows of x, and goes along the inputs a tile (128) at a time. Words (`kernels/packing.py`) are read as 16-bit
+integers of four codes each. ldmatrix loads 16-bit integers from shared memory in the very register layout in which
+wgmma takes 16-bit floats, and one shift and one `(a & b) | c` turn two codes at once into floats: a code becomes the
+lowest bits of the number 128 (1024 in float16), one number in either half of a register. Four shifts give a tile's 128
+inputs in their order, so threads exchange nothing and x needs no permutation.
 
 Scales are applied in one of two places (SCALED):
 
     sums      to a group's sum, in float32: 3 instructions for two weights, and one for each of a tile's sums
     weights   to the weights, rounded once, as eager rounds them: 5, or 4 where scales are of the dtype of x
 
-x, words, scales and zero points are copied by the card's own engine (TMA), blocks ahead; hence scales of a group are
-side by side (`by_group`), outputs a multiple of 16 and inputs of 128. It writes to multiples of 128 bytes, and blocks
-ahead stand one after the other: a program has 128 rows of the weight at least, whose zero points are as many bytes (of
-64, every second block stopped the card: "misaligned address"). Programs share inputs where outputs alone are too few;
-the last one to finish adds up what all have found, in their order.
+x, words, scales and zero points are loaded by the tensor memory accelerator (TMA), some stages ahead; so scales of a
+group must be contiguous (`by_group`), outputs a multiple of 16 and inputs of 128. TMA writes to shared memory at
+multiples of 128 bytes, and a tensor's stages lie one behind the other there: a program has at least 128 rows of the
+weight, whose zero points take 128 bytes a stage (with 64 rows every second stage failed: "misaligned address"). Where
+outputs alone give too few programs, several split the inputs (split-K); the last one to finish adds up their partial
+sums, in a fixed order.
 """
 
 from functools import lru_cache
@@ -37,19 +38,19 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 TILE = 128
-"""Inputs whose codes stand in 16 words of a row, as 32 integers of 16 bits."""
+"""Inputs of a tile: their codes fill 16 words of a row, read as 32 integers of 16 bits."""
 BITS = 4
 MOST_ROWS = 256
 LEAST_OUTPUTS = 128
-"""Of a program: its zero points of a tile are bytes, and end where the next tile's may begin."""
+"""Least rows of the weight per program: a stage of its zero points, one byte each, must fill TMA's 128 bytes."""
 LEAST_TILES = 4
-"""Of a share of the inputs."""
+"""Least tiles of inputs per program where several split the inputs."""
 Scaled = Literal["sums", "weights"]
 
 
 class Blocks(NamedTuple):
-    """Rows of x and of the weight that a program has, programs that share the inputs, blocks read ahead, warps, and
-    where scales are applied."""
+    """Rows of x and of the weight per program, programs that split the inputs, pipeline stages, warps, and where scales
+    are applied."""
 
     block_m: int
     block_n: int
@@ -60,12 +61,12 @@ class Blocks(NamedTuple):
 
 
 RULE: dict[int, tuple[int, Scaled]] = {16: (4, "sums"), 32: (3, "sums"), 64: (4, "sums"), 128: (3, "weights")}
-"""For a program's rows of x: blocks read ahead, and where scales are applied."""
+"""By rows of x per program: pipeline stages, and where scales are applied."""
 INTERPRETED = Blocks(block_m=16, block_n=16, split=2, stages=1, warps=4, scaled="sums")
 
 
 def takes_blocks(rows: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> bool:
-    """Whether a product of these is made here."""
+    """Whether this kernel takes a product of these."""
     if bits != BITS or group % TILE or rows.shape[1] % TILE or not has_strips(words.shape[0]):
         return False
     if rows.element_size() != 2 or not _is_by_group(scale):
@@ -77,7 +78,7 @@ def takes_blocks(rows: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None
 
 
 def _is_by_group(constants: Tensor) -> bool:
-    """Whether scales or zero points of a group are neighbours, every group's on a boundary of 16 bytes."""
+    """Whether scales or zero points of a group are contiguous, every group's on a boundary of 16 bytes."""
     return constants.stride(0) == 1 and (constants.shape[1] == 1 or constants.stride(1) % 16 == 0)
 
 
@@ -91,7 +92,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @triton.jit
 def codes_of_shift(integers, S: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The S-th codes of 16-bit integers as floats, 128 (float16: 1024) added to each: two in a register at once."""
+    """The S-th code of every 16-bit integer as a float, plus 128 (float16: 1024); computed two to a register."""
     SHIFT: tl.constexpr = "0" if S == 0 else "4" if S == 1 else "8" if S == 2 else "12"
     ONES: tl.constexpr = "0x43004300" if DTYPE.fp_mantissa_width == 7 else "0x64006400"
     PICK: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, " + SHIFT + "; lop3.b32 $0, t, 0x000f000f, " + ONES + ", 0xea;}"
@@ -101,7 +102,7 @@ def codes_of_shift(integers, S: tl.constexpr, DTYPE: tl.constexpr):  # type: ign
 
 @triton.jit
 def two_by_two(operation: tl.constexpr, left, right, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """left ∘ right of 16-bit floats, two in a register at once."""
+    """left ∘ right of 16-bit floats, computed two to a register."""
     KIND: tl.constexpr = ".rn.bf16x2" if DTYPE.fp_mantissa_width == 7 else ".rn.f16x2"
     CODE: tl.constexpr = operation + KIND + " $0, $1, $2;"
     made = tl.inline_asm_elementwise(CODE, "=r,r,r", [left, right], dtype=tl.int16, is_pure=True, pack=2)
@@ -110,7 +111,8 @@ def two_by_two(operation: tl.constexpr, left, right, DTYPE: tl.constexpr):  # ty
 
 @triton.jit
 def scaled_bf16(code, scale):  # type: ignore[no-untyped-def]
-    """code · scale, rounded once: of the scale's 11 bits 3 are multiplied apart, exactly."""
+    """code · scale in bfloat16, rounded once: the 3 of the scale's 11 bits that do not fit are multiplied separately,
+    exactly."""
     wide = scale.to(tl.float32)
     high = wide.to(tl.bfloat16)
     low = (wide - high.to(tl.float32)).to(tl.bfloat16)
@@ -129,7 +131,7 @@ def scaled_bf16(code, scale):  # type: ignore[no-untyped-def]
 def weights_of_shift(  # type: ignore[no-untyped-def]
     integers, zero, scale, S: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLED: tl.constexpr
 ):
-    """The S-th codes of 16-bit integers [N, 32] as weights [N, 32], but for the scale where that goes to sums."""
+    """The S-th codes of 16-bit integers [N, 32] as weights [N, 32]; without scales where those are applied to sums."""
     IS_BF16: tl.constexpr = DTYPE.primitive_bitwidth == 16 and DTYPE.fp_mantissa_width == 7
     ADDED: tl.constexpr = 128.0 if IS_BF16 else 1024.0
     if not ASSEMBLED:
@@ -151,8 +153,8 @@ def weights_of_shift(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def settled(sums):  # type: ignore[no-untyped-def]
-    """The same, waited for. Triton would let the next tile's products begin before these end, one register block at a
-    time, and the assembler then puts a wait after each single wgmma (its remark C7515)."""
+    """`sums` unchanged, once their products are done. Otherwise Triton lets the next tile's products begin before these
+    end, one register block at a time, and the assembler then waits after every single wgmma (its remark C7515)."""
     return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -179,7 +181,7 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
     OVERLAP: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M rows over one of `split` shares of the inputs."""
+    """BLOCK_N outputs of BLOCK_M rows over one of `split` parts of the inputs."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     m_block, n_block, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_m, first_n = m_block * BLOCK_M, n_block * BLOCK_N
@@ -204,7 +206,7 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
             weights_of_shift(integers, zero, scale, 1, SCALED, DTYPE, ASSEMBLED),
             weights_of_shift(integers, zero, scale, 3, SCALED, DTYPE, ASSEMBLED),
         )
-        weights = tl.join(even, odd).permute(0, 2, 3, 1).reshape(BLOCK_N, 128)  # shift, then place, are the inputs
+        weights = tl.join(even, odd).permute(0, 2, 3, 1).reshape(BLOCK_N, 128)  # input = 32 · shift + place
         x = x_blocks.load([first_m, tile * 128])
         if SCALED == "sums":
             total += tl.dot(weights, x.T) * scale.to(tl.float32)[:, None]
@@ -217,7 +219,7 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
     out = m[None, :] * N + n[:, None]
     if IS_SHARED:
         tl.store(partial_ptr + share * M * N + out, total, mask=here)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
+        tl.debug_barrier()  # all of this program's sums are written before the counter rises
         counter = counter_ptr + m_block * tl.num_programs(1) + n_block
         if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
             return
@@ -229,8 +231,8 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 def blocks_for(M: int, N: int, K: int, processors: int) -> Blocks:
-    """As measured on an H200 (benchmarks/packed_blocks.py): two programs of four warps on each processor, where one's
-    codes become weights while the other one's are multiplied."""
+    """As measured on an H200 (benchmarks/packed_blocks.py): two programs of four warps per multiprocessor, of which one
+    dequantizes while the other multiplies."""
     block_m = 16 if M <= 16 else 32 if M <= 32 else 64 if M <= 128 else 128
     stages, scaled = RULE[block_m]
     programs = -(-N // LEAST_OUTPUTS) * -(-M // block_m)
@@ -241,7 +243,7 @@ def blocks_for(M: int, N: int, K: int, processors: int) -> Blocks:
 def launch_blocks(
     x: Tensor, words: Tensor, scale: Tensor, zero: Tensor | None, group: int, blocks: Blocks, overlap: bool = False
 ) -> Tensor:
-    """The product cut as `blocks` say."""
+    """The product, tiled as `blocks` say."""
     assert blocks.block_n >= LEAST_OUTPUTS or is_interpreted(), blocks
     (M, K), N = x.shape, words.shape[0]
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)
@@ -279,12 +281,12 @@ def launch_blocks(
 
 
 def _blocks_of(tensor: Tensor, block: list[int]) -> Any:
-    """What blocks of a tensor are read through."""
+    """The TMA descriptor for blocks of a tensor."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
 
 
 def _constants_of(constants: Tensor, block_n: int) -> Any:
-    """Of scales or zero points [N, groups], those of a group side by side."""
+    """The TMA descriptor of scales or zero points [N, groups], for block_n of one group at a time."""
     N, groups = constants.shape
     return TensorDescriptor(constants, [groups, N], [constants.stride(1) if groups > 1 else N, 1], [1, block_n])
 

@@ -1,17 +1,17 @@
-"""x · Wᵀ for a packed weight and up to 16 rows (tokens that are decoded), with what stands around it.
+"""x · Wᵀ for a packed weight and up to 16 rows (decoding), fused with a residual or a gated activation.
 
     y[m, n] = Σ_g S[n, g] · (Σ_{k in g} x[m, k] · (A + q[n, k]) − (A + Z[n, g]) · Σ_{k in g} x[m, k])
 
-The weight is read once and at 4 bits that takes a quarter of 16 bits' time, so what unpacking costs decides: a shift
-and a mask a pair of codes, nothing more. A code becomes a 16-bit float by standing below the leading one of A (128 in
-bfloat16, 1024 in float16); A and the zero point are taken off a group's sum, in float32, where they cost nothing a
-weight. Σ x is the product with a matrix of ones, which gives it to every thread that needs it.
+Reading the weight once at 4 bits takes a quarter of 16 bits' time, so the cost of unpacking decides: a shift and a mask
+per pair of codes, nothing more. A code becomes a 16-bit float as the lowest bits of the number A (128 in bfloat16, 1024
+in float16); A and the zero point are subtracted from a group's sum, in float32, at no cost per weight. Σ x is the
+product with a matrix of ones, which leaves it in every thread that needs it.
 
-A program has few rows of the weight. Its warps take shares of the inputs and add up at the end: many warps for every
-multiprocessor, and nothing passes through memory. Scales of neighbouring rows are best neighbours in memory too
-(`by_group`): a program reads them side by side. The epilogue adds the residual, or is a gated activation: the weight
-then holds gate over up, [2N, K], and half of a program's rows are gates. With `overlap` a program reads its scales
-before the kernel before it has ended. Words are in tiles (`kernels/packing.py`).
+A program has few rows of the weight. Its warps split the inputs and add up at the end: many warps per multiprocessor,
+and no partial sums in global memory. Scales of neighbouring rows are best contiguous (`by_group`), as a program loads
+them together. The epilogue adds the residual, or is a gated activation: the weight then holds gate over up, [2N, K],
+and half of a program's rows are gates. With `overlap` a program loads its first scales before the previous kernel has
+ended. Words are in tiles (`kernels/packing.py`).
 """
 
 from typing import Literal, NamedTuple
@@ -30,12 +30,12 @@ MOST_ROWS = 16
 
 
 def by_group(scale: Tensor) -> Tensor:
-    """Scales or zero points [N, groups] with those of a group side by side in memory."""
+    """Scales or zero points [N, groups] with those of a group contiguous in memory."""
     return scale.t().contiguous().t()
 
 
 class RowTiles(NamedTuple):
-    """How the product is cut: rows of the weight a program has, warps that share the inputs, blocks read ahead."""
+    """How the product is tiled: rows of the weight per program, warps that split the inputs, pipeline stages."""
 
     block_n: int
     parts: int
@@ -52,8 +52,8 @@ def halves(pairs, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def ones_like_codes(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ones [..., 2 · W], laid out over threads as the codes of `words` are: the compiler reads ahead what both are
-    multiplied by only then. They depend on `words` (by a bit that is always 0) for that reason."""
+    """Ones [..., 2 · W] in the register layout of the codes of `words`: only then does the compiler load ahead the x
+    that both are multiplied by. They depend on `words` (by a bit that is always 0) for that reason."""
     ONE: tl.constexpr = 0x3F803F80 if DTYPE.fp_mantissa_width == 7 else 0x3C003C00
     return halves(((words * 2) & 1) | ONE, DTYPE)
 
@@ -62,7 +62,7 @@ def ones_like_codes(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 def codes_of_step(  # type: ignore[no-untyped-def]
     words, S: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, LOP3: tl.constexpr
 ):
-    """The S-th codes of words [..., W] as floats [..., 2 · W], and what was added to each to make it one."""
+    """The S-th codes of words [..., W] as floats [..., 2 · W], and the number A that is added to each of them."""
     MASK: tl.constexpr = ((1 << BITS) - 1) * 0x00010001
     IS_BF16: tl.constexpr = DTYPE.primitive_bitwidth == 16 and DTYPE.fp_mantissa_width == 7
     if LOP3 and BITS == 4 and IS_BF16:  # (a & b) | c in one instruction, which the compiler does not find
@@ -76,7 +76,7 @@ def codes_of_step(  # type: ignore[no-untyped-def]
         )
         return halves(pairs, DTYPE), 128.0
     pairs = (words >> (S * BITS)) & MASK
-    if BITS == 8 and IS_BF16:  # 8 bits have no room below bfloat16's leading one, and are exact without
+    if BITS == 8 and IS_BF16:  # 8 bits do not fit below bfloat16's leading one, but are exact without it
         low = ((pairs & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
         high = ((pairs >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
         return tl.interleave(low.to(DTYPE), high.to(DTYPE)), 0.0
@@ -86,7 +86,7 @@ def codes_of_step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def words_of_row(row, width, STRIPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a row's first tile begins (kernels/packing.py)."""
+    """Index of the first word of a row's first tile (kernels/packing.py)."""
     if STRIPS:
         return row // 16 * (16 * width) + row % 16 * 16
     return row * width
@@ -94,7 +94,7 @@ def words_of_row(row, width, STRIPS: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def zero_points(zero_ptr, group, HAS_ZERO: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of groups: read, or the middle code."""
+    """Zero points of groups: loaded, or the middle code where there are none."""
     if HAS_ZERO:
         return tl.load(zero_ptr + group).to(tl.float32)
     return tl.full(group.shape, 1 << (BITS - 1), tl.float32)
@@ -144,7 +144,7 @@ def packed_rows_kernel(  # type: ignore[no-untyped-def]
     word, column = tl.arange(0, TILE), tl.arange(0, 2 * TILE)
     in_row = row[None, :] * ROW_STRIDE
     group = in_row + (first * TILE * PER // GROUP if GROUP > 0 else first * 0)[:, None] * GROUP_STRIDE
-    scale = tl.load(scale_ptr + group)  # those of a tile are read while the one before is multiplied
+    scale = tl.load(scale_ptr + group)  # a tile's scales are loaded while the tile before is multiplied
     zero = zero_points(zero_ptr, group, HAS_ZERO, BITS)
     total = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
     launch_next(OVERLAP)
@@ -187,7 +187,7 @@ def packed_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def row_tiles_for(N: int, K: int, bits: int) -> RowTiles:
-    """For a weight of N rows: many warps a multiprocessor; warps share whole tiles of inputs."""
+    """The tiling for a weight [N, K]: many warps per multiprocessor, each with whole tiles of inputs."""
     if is_interpreted():
         return RowTiles(block_n=16, parts=2 if _tiles(K, bits) % 2 == 0 else 1, stages=1)
     block_n, parts = (64, 2) if N >= 16_384 else (32, 8 if K > 4096 else 4)
@@ -197,7 +197,7 @@ def row_tiles_for(N: int, K: int, bits: int) -> RowTiles:
 
 
 def has_lop3() -> bool:
-    """Whether kernels may use the instruction: they are compiled, for NVIDIA."""
+    """Whether kernels may use the instruction lop3: they are compiled, for NVIDIA."""
     return not is_interpreted() and torch.version.hip is None
 
 
@@ -217,7 +217,7 @@ def launch_packed_rows(
     activation: Activation | Literal[""] = "",
     overlap: bool = False,
 ) -> Tensor:
-    """The product cut as `tiles` say."""
+    """The product, tiled as `tiles` say."""
     assert zero is None or zero.stride() == scale.stride()
     (M, K), halves = x.shape, 2 if activation else 1
     N = words.shape[0] // halves

@@ -1,17 +1,18 @@
-"""x · Wᵀ for a packed weight and one token, in integers, with what stands around it.
+"""x · Wᵀ for a packed weight and one token, in integer arithmetic, fused with the operations around it.
 
     y[n] = Σ_t S[n, t] · s[t] · Σ_{k in t} (q[n, k] − Z[n, t]) · X[k]        x[k] = s[t] · X[k], |X| ≤ 32 512
 
-Inputs become integers of 16 bits, with a scale for each tile t of neighbouring ones. That costs less than x has lost
-before: a tile's largest input a is uncertain by 2⁻⁹ · a in bfloat16, and all 128 roundings to steps of a / 32 512 are
-worth 2⁻¹³ · a together. Products of bytes are then exact, four to an instruction (dp4a): X is 256 · h + l, a mask gives
-four codes, and seven instructions do eight weights. Floats would need 17, and reading 4 bits leaves no time for them.
+Inputs are rounded to 16-bit integers, with a scale for each tile t of neighbouring inputs. bfloat16 has lost more than
+that before: a tile's largest input a is uncertain by 2⁻⁹ · a, and all 128 roundings to steps of a / 32 512 are worth
+2⁻¹³ · a together. Products of bytes are then exact, four to an instruction (dp4a): X is 256 · h + l, a mask gives four
+codes, and seven instructions do eight weights. Floats would need 17, more than fit into the time of reading 4 bits a
+weight.
 
-A thread has four words of a tile in all rows of its program. It makes the bytes of its own X once, with the sums that
-zero points and RMSNorm need (kernels/vector_inputs.py), and adds up over threads at the end: words, bytes and sums meet
-in registers. Programs ask for their first words before they wait for the kernel before (`overlap`). Norm, bias,
-residual or gated activation: kernels/vector_end.py. Words are in tiles and strips (`kernels/packing.py`), scales of
-neighbouring rows are best neighbours in memory.
+A thread has four words of a tile in all rows of its program. It computes the bytes of its own X once, with the sums
+that zero points and RMSNorm need (kernels/vector_inputs.py), and sums over threads at the end: words, bytes and sums
+stay in registers. With `overlap` programs load their first words before they wait for the previous kernel. Norm, bias,
+residual or gated activation: kernels/vector_end.py. Words are in tiles and strips (`kernels/packing.py`); scales of
+neighbouring rows are best contiguous.
 """
 
 from typing import Literal, NamedTuple
@@ -31,13 +32,13 @@ BITS = (4, 8)
 
 
 class VectorTile(NamedTuple):
-    """Rows of the weight a program has, tiles of inputs it takes at a time, and its warps."""
+    """Rows of the weight per program, tiles of inputs it takes at a time, and its warps."""
 
     rows: int
     tiles: int
     warps: int
     registers: int | None = None
-    """The most a thread may use, where the compiler would take so many that fewer programs fit beside one another."""
+    """The most a thread may use, where the compiler would take so many that fewer programs run at once."""
 
 
 def takes_vector(words: Tensor, bits: int, group: int, dtype: torch.dtype) -> bool:
@@ -69,7 +70,7 @@ def dp4a(codes, digits, total, SIGNED: tl.constexpr, ASM: tl.constexpr):  # type
 
 @triton.jit
 def bytes_of(a, b, c, d, HIGH: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The lowest bytes of four integers in one, a's lowest; with `HIGH` the bytes above those."""
+    """The lowest bytes of four integers packed into one, a's lowest; with `HIGH` their second lowest bytes."""
     if ASM:
         FIRST: tl.constexpr = "0x0051" if HIGH else "0x0040"
         return tl.inline_asm_elementwise(
@@ -100,7 +101,8 @@ def scales_at(scale_ptr, zero_ptr, group, here, HAS_ZERO: tl.constexpr, BITS: tl
 
 @triton.jit
 def pairs_of_tiles(ptr, tile, COUNT: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pairs of 16-bit numbers that stand at the codes of words [tiles, 16], by mask and place [tiles, 16, masks, 2]."""
+    """Pairs of 16-bit inputs (or norm weights) for the codes of words [tiles, 16], by mask and place [tiles, 16,
+    masks, 2]."""
     PLACES: tl.constexpr = 16 // BITS
     here = (tile < COUNT)[:, None]
     at = ptr.to(tl.pointer_type(tl.int32)) + tile[:, None] * (16 * PLACES) + tl.arange(0, 16)[None, :]
@@ -115,14 +117,14 @@ def pairs_of_tiles(ptr, tile, COUNT: tl.constexpr, BITS: tl.constexpr):  # type:
 
 @triton.jit
 def integers(value, inverse):  # type: ignore[no-untyped-def]
-    """round(value · inverse) in the lowest 16 bits: 1.5 · 2²³ leaves no room for a fraction."""
+    """round(value · inverse) in the lowest 16 bits: a float near 1.5 · 2²³ has no room for a fraction."""
     return (value * inverse[:, None, None, None] + 12582912.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def digits_of(low, high, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of inputs [tiles, 16, masks, 2]: lower and upper bytes of X [tiles, 16, masks], s [tiles], and Σ X of every four
-    words [tiles · 4]."""
+    """From inputs [tiles, 16, masks, 2]: lower and upper bytes of X [tiles, 16, masks], s [tiles], and Σ X over every
+    four words [tiles · 4]."""
     TILES: tl.constexpr = low.shape[0]
     peak = tl.max(tl.reshape(larger(low, high), (TILES, 16 * low.shape[2] * 2)), 1)
     inverse = 32512.0 / tl.maximum(peak, 1e-30)
@@ -137,7 +139,7 @@ def digits_of(low, high, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def products(words, lower, upper, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Σ codes · X of every four words: words [rows, tiles · 16] times X's bytes [tiles, 16, masks]."""
+    """Σ codes · X over every four words: words [rows, tiles · 16] times X's bytes [tiles, 16, masks]."""
     MASK: tl.constexpr = 0x0F0F0F0F if BITS == 4 else -1
     QUADS: tl.constexpr = (words.shape[0], words.shape[1] // 4, 4)
     low, high = tl.zeros(words.shape, tl.int32), tl.zeros(words.shape, tl.int32)
@@ -153,13 +155,13 @@ def products(words, lower, upper, BITS: tl.constexpr, ASM: tl.constexpr):  # typ
 
 @triton.jit
 def for_rows(x, words):  # type: ignore[no-untyped-def]
-    """The same for each row of words."""
+    """x, repeated for each row of words."""
     return tl.broadcast_to(tl.reshape(x, (1, words.shape[1])), words.shape)
 
 
 @triton.jit
 def for_quads(x):  # type: ignore[no-untyped-def]
-    """Numbers of tiles [rows, tiles], in float32, for each four words."""
+    """A number per tile [rows, tiles], in float32, repeated for every four words of the tile."""
     wide = tl.broadcast_to(x.to(tl.float32)[:, :, None], (x.shape[0], x.shape[1], 4))
     return tl.reshape(wide, (x.shape[0], x.shape[1] * 4))
 
@@ -248,7 +250,7 @@ def packed_vector_kernel(  # type: ignore[no-untyped-def]
 
 
 def vector_tile_for(rows: int, tiles: int, bits: int) -> VectorTile:
-    """For a weight of so many rows and tiles in each, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+    """The tile for a weight of so many rows and tiles in each, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return VectorTile(rows=16, tiles=2, warps=4)
     if bits == 4 and rows >= 16_384:
@@ -319,5 +321,5 @@ def packed_vector(
 
 
 def _has_asm() -> bool:
-    """Whether kernels may use NVIDIA's instructions."""
+    """Whether kernels may use NVIDIA's instructions: they are compiled, for NVIDIA."""
     return not is_interpreted() and torch.version.hip is None

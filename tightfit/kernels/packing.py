@@ -5,9 +5,9 @@ The dense order is one stream of bits a row, lowest first: code i has bits [i ·
 the same words transposed; AWQ permutes the eight codes of each word; nibble formats store bytes, either half first.
 
 Our own kernels read another order (`pack_tiles`): 16 words hold a tile of neighbouring inputs, such that one shift and
-one mask of all 16 give 32 neighbouring codes, two in each word, where tensor cores want them. The tiles of 16 rows
-follow one another, all rows' first tile, all rows' second: a program that goes along its rows reads one piece of memory
-from end to end, where 64 bytes here and there cost half the bandwidth.
+one mask of all 16 give 32 neighbouring codes, two in each word, in the order that tensor cores take. The tiles of 16
+rows (a strip) alternate, all rows' first tile, then all rows' second: a program that goes along its rows reads memory
+contiguously, where scattered reads of 64 bytes get half the bandwidth.
 """
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 WORD = 32
 TILE_WORDS = 16
 STRIP_ROWS = 16
-"""Rows whose tiles follow one another."""
+"""Rows whose tiles alternate in memory."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring codes stands in each nibble of an AWQ word, lowest nibble first."""
 
@@ -35,7 +35,7 @@ def _to_bytes(codes: Tensor, bits: int) -> Tensor:
     rows = codes.shape[0]
     starts = torch.arange(8, device=codes.device) * bits
     shifted = codes.view(rows, -1, 8).to(torch.int16).bitwise_left_shift_((starts % 8).to(torch.int16))
-    made = shifted.new_zeros(rows, shifted.shape[1], bits + 1)  # the last is where nothing spills to
+    made = shifted.new_zeros(rows, shifted.shape[1], bits + 1)  # the last is for the last code, which spills nothing
     made.index_add_(2, starts // 8, shifted & 255)
     made.index_add_(2, starts // 8 + 1, shifted.bitwise_right_shift_(8))
     return made[:, :, :bits].to(torch.uint8).reshape(rows, -1)
@@ -56,7 +56,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 def _from_bytes(stream: Tensor, bits: int) -> Tensor:
     """All codes of rows of bytes: `bits` bytes hold eight of them, each in two neighbouring bytes at most.
 
-    In 16 bits, which hold what is wanted of both bytes: five bytes a code at once, where words of 64 bits take 25.
+    In 16 bits, which hold the bits needed of both bytes: five bytes a code at the peak, where 64-bit words take 25.
     """
     rows = stream.shape[0]
     chunks = F.pad(stream, (0, -stream.shape[1] % bits)).view(rows, -1, bits)
@@ -96,12 +96,12 @@ def unpack_tiles(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def has_strips(rows: int) -> bool:
-    """Whether so many rows are whole strips."""
+    """Whether `rows` rows are whole strips."""
     return rows % STRIP_ROWS == 0
 
 
 def has_tiles(count: int, bits: int) -> bool:
-    """Whether rows of so many codes are whole tiles."""
+    """Whether rows of `count` codes are whole tiles."""
     return bits in (2, 4, 8) and count % (TILE_WORDS * WORD // bits) == 0
 
 

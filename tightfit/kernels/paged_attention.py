@@ -3,11 +3,11 @@
     out[b, h] = Σ_t softmax_t(cap(scale · q[b, h] · k[t])) · v[t],   t in the last `window` of lengths[b] positions
 
 Position t of sequence b lies at block tables[b, t // block_size], place t % block_size (PagedAttention, Kwon et al.
-2023). Decoding reads every key once and does next to nothing with it, so what counts is that all of the card reads: the
+2023). Decoding reads every key once with next to no arithmetic, so all multiprocessors must take part in reading: the
 keys of a sequence are divided among `splits` programs (Flash-Decoding, Dao et al. 2023), whose softmax numerators and
 denominators a second small kernel joins. Query heads that share a key head are the rows of one program.
-Keys and values may be codes of a byte with a scale per vector; they are widened as they are read.
-Lengths are read on the device, the number of splits is the caller's: a captured graph serves any length.
+Keys and values may be 8-bit codes with a scale per vector; they are dequantized as they are read.
+Lengths are read on the device and the caller chooses the number of splits: a captured graph serves any length.
 """
 
 import torch
@@ -24,10 +24,10 @@ MOST_SPLITS = 32
 WAVES = 4
 """Programs per multiprocessor that splitting aims at."""
 MANY_PAIRS = 32
-"""Pairs of sequence and key head from which on a sequence has few shares: joining more costs more than it brings."""
+"""Pairs of sequence and key head from which on there are at most FEW_SPLITS: joining more costs more than it saves."""
 FEW_SPLITS = 8
 WIDE_HEAD_BYTES = 256
-"""Keys from which on two warps are faster than four (docs/LOG.md)."""
+"""Bytes of a key from which on two warps are faster than four (docs/LOG.md)."""
 
 
 def paged_attention(
@@ -48,7 +48,7 @@ def paged_attention(
     """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n].
 
     `sinks` [heads] are logits that take part in the softmax and have no value (sink_attention.py).
-    Where keys and values are codes (int8, fp8), `scales` [2, blocks, block_size, kv_heads] are theirs, in float32.
+    Where keys and values are codes (int8, fp8), `scales` [2, blocks, block_size, kv_heads] are their float32 scales.
     """
     (B, heads, D), kv_heads = query.shape, keys.shape[2]
     assert query.stride(2) == 1
@@ -99,7 +99,7 @@ def paged_attention(
 
 
 def _join(parts: Tensor, norms: Tensor, out: Tensor) -> None:
-    """Weigh the shares of every sequence into `out`."""
+    """Join the partial results of every sequence's splits into `out`."""
     B, heads, splits, D = parts.shape
     _join_kernel[(heads, B)](
         parts,
@@ -121,7 +121,7 @@ def split_count(pairs: int, capacity: int, device: torch.device) -> int:
 
 
 def keys_at_a_time() -> int:
-    """Keys of a block."""
+    """Keys that a program takes at a time."""
     return 16 if is_interpreted() else BLOCK_K
 
 
@@ -184,7 +184,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     CODES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The queries of one key head over one of several shares of a sequence's keys, in whole blocks of BLOCK_K."""
+    """The queries of one key head over one split of a sequence's keys, in whole blocks of BLOCK_K."""
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     splits = tl.num_programs(1)
     rows, columns = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
@@ -202,7 +202,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     highest = tl.full([GROUP_2], -1.0e30, tl.float32)
     denominator = tl.zeros([GROUP_2], tl.float32)
-    if HAS_SINKS:  # a key of value 0, which the first share has
+    if HAS_SINKS:  # as a key with the value 0, in the first split
         sink = tl.load(sinks + head * GROUP + rows, mask=in_group, other=0.0).to(tl.float32) * 1.4426950408889634
         highest = tl.where(split == 0, sink, highest)
         denominator = tl.where(split == 0, 1.0, denominator)

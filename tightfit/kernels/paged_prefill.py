@@ -1,11 +1,11 @@
-"""Causal attention of many new tokens of several sequences over the blocks of a paged cache, in one launch.
+"""Prefill: causal attention of many new tokens of several sequences over the blocks of a paged cache, in one launch.
 
     out[i, h] = Σ_t softmax_t(cap(scale · q[i, h] · k[t])) · v[t],   t from position(i) − window + 1 to position(i)
 
-Prompts of a step have all kinds of lengths, and some continue what is in the cache already. Instead of one operation
-each, the rows of all of them are cut into tiles of equal size (`query_tiles`), and one program takes one tile of one
-head: it walks over the keys of its sequence through the block table (Kwon et al. 2023), as flash_attention.py walks
-over a contiguous row. Nothing depends on the lengths but the tiles: no library has to plan for a new shape.
+Prompts of a step have all kinds of lengths, and some continue sequences that are in the cache already. Instead of one
+operation each, the rows of all prompts are cut into tiles of equal size (`query_tiles`), and one program takes one tile
+of one head: it walks over the keys of its sequence through the block table (Kwon et al. 2023), as flash_attention.py
+walks over a contiguous row. Only the tiles depend on the lengths: a new shape needs no planning.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from tightfit.kernels.triton_support import tl, triton
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a step from row `at` on: positions `before`, `before` + 1, … of one sequence."""
+    """`count` rows of a step from row `at` on, which have the positions `before`, `before` + 1, … of one sequence."""
 
     at: int
     count: int
@@ -225,7 +225,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     highest = tl.full([BLOCK_Q], -1.0e30, tl.float32)
     denominator = tl.zeros([BLOCK_Q], tl.float32)
-    if HAS_SINKS:  # a key of value 0 that every row sees
+    if HAS_SINKS:  # as a key with the value 0 that every row sees
         highest = tl.zeros([BLOCK_Q], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         denominator += 1.0
     seen_by_all_from = 0

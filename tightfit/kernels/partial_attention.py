@@ -4,11 +4,11 @@ Where keys come a part at a time (parallel/ring.py), every part gives an output 
 
     L = log(e^L₁ + e^L₂),   O = e^(L₁−L) O₁ + e^(L₂−L) O₂
 
-is attention to both, exactly (Milakov and Gimelshein 2018; Dao et al. 2022; join_parts.py). Backward needs no second
-such rule: with the logsumexp and the output of all keys, the gradients of a part are its own summands of dQ, dK and dV.
+is attention to both, exactly (Milakov and Gimelshein 2018; Dao et al. 2022; join_parts.py). Backward needs no such
+formula: given the logsumexp and the output over all keys, a part's backward gives its summands of dQ, dK and dV.
 
 Query i sees the keys [first_i, i] of the same tokens (`causal`), or [first_i, end) of others; `first` is where windows
-and packed documents begin, and never falls from one query to the next. Who computes it, by a rule:
+and packed documents begin, and never falls from one query to the next. The kernel is chosen by a rule:
 
 - plain parts: torch's cuDNN attention on cards that have it, else its FlashAttention-2;
 - windows, documents, soft caps and what those two refuse: our Triton kernels;
@@ -36,15 +36,16 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What queries see of a part of the keys."""
+    """Which keys of a part of all keys the queries see, and how scores are scaled and capped."""
 
     scale: float
     softcap: float | None = None
     causal: bool = False
-    """Whether keys are of the queries' own tokens; else of tokens before them."""
+    """Whether the keys are those of the queries' own tokens; otherwise they are of earlier tokens."""
     first: Tensor | None = None
     """The first key of every query, int32 [B, queries]; None: all from the first on."""
     keys: int = 0
+    """Number of keys of the part; needed where `first` is given."""
 
     @cached_property
     def ends(self) -> Tensor | None:
@@ -55,7 +56,7 @@ class Part:
         return torch.searchsorted(self.first, at.contiguous(), right=True, out_int32=True)
 
     def problem(self, keys: int) -> Problem:
-        """As our kernels take it."""
+        """The part as our Triton kernels take it."""
         bounds = None if self.first is None or self.ends is None else (self.first, self.ends)
         return Problem(self.scale, 0, self.softcap or 0.0, bounds, before=0 if self.causal else keys)
 
@@ -129,7 +130,7 @@ def _backend(query: Tensor, key: Tensor, value: Tensor, part: Part) -> str:
 
 @lru_cache
 def _unused_seed(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Seed and offset of the random numbers of dropout, which are not drawn here."""
+    """Seed and offset of dropout's random numbers, of which none are drawn here."""
     return torch.zeros((), dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
 
 

@@ -1,18 +1,18 @@
-"""x · Wᵀ for a weight of 2, 4 or 8-bit integers in groups, read packed: a quarter of the bytes of 16 bits at 4.
+"""x · Wᵀ for a weight of 2, 4 or 8-bit integers in groups, read packed: at 4 bits a quarter of the bytes of 16.
 
     y[m, n] = Σ_g S[n, g] · Σ_{k in g} x[m, k] · (q[n, k] − Z[n, g])
 
-Up to 16 rows (generating text) cost the reading of the weight: kernels/packed_rows.py. Up to some hundred cost its
-unpacking. On Hopper kernels/packed_blocks.py does that at 4 bits, elsewhere and otherwise the kernel here: a program
-reads a block of words, turns them into 16-bit floats in registers and multiplies on tensor cores, the weight as the
-left factor; zero points are taken off the codes, scales applied to the sum over a group. Programs share inputs where
-outputs alone are too few to keep the card busy; the last one to finish adds up what all have found.
+Up to 16 rows (decoding), time goes to reading the weight: kernels/packed_rows.py. Up to some hundred, it goes to
+unpacking: at 4 bits on Hopper in kernels/packed_blocks.py, otherwise in the kernel here. A program reads a block of
+words, unpacks them to 16-bit floats in registers and multiplies on tensor cores, the weight as the left factor; zero
+points are subtracted from the codes, scales applied to the sum over a group. Where outputs alone give too few programs
+to keep the card busy, several split the inputs (split-K); the last one to finish adds up their partial sums.
 
-Many rows cost arithmetic, for which the matrix is expanded once and multiplied by cuBLAS: expanding moves 2.5 bytes a
-weight, little beside the product from a few hundred rows on.
+With many rows time goes to arithmetic, and the matrix is expanded (dequantized to 16 bits) once and multiplied by
+cuBLAS: expanding moves 2.5 bytes a weight, little beside the product from a few hundred rows on.
 
 Words are in tiles (`kernels/packing.py`). Groups must be multiples of 32 that divide a tile or are divided by it (or 0:
-one scale a row). Other widths, and groups out of order, take the plain path. Not differentiable.
+one scale a row). Other widths, and groups out of order (GPTQ's g_idx), are expanded in plain torch. Not differentiable.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,8 @@ SOME_ROWS = 128
 STEP = 2 * TILE_WORDS
 """Inputs that one shift of a tile gives; scales change between steps."""
 PROGRAMS_PER_PROCESSOR = 7
-"""For few rows, so that reads of some overlap what others do: measured on an H200 (benchmarks/quantized_linear.py)."""
+"""With few rows, so that reads of some overlap the others' arithmetic; measured on an H200
+(benchmarks/quantized_linear.py)."""
 
 
 def quantized_linear(
@@ -62,7 +63,7 @@ def quantized_linear(
     impl: Impl = "auto",
 ) -> Tensor:
     """x [..., K] times the transpose of the weight in `words` [N, K · bits / 32], scale and zero [N, groups]; with
-    `activation` the weight is gate over up and the product is gated; `residual` [..., N] on top. `overlap`: see
+    `activation` the weight is gate over up and the product is gated; `residual` [..., N] is added. `overlap`: see
     kernels/overlap.py."""
     if not (use_triton(impl, x) and can_be_fused(x.shape[-1], bits, group)):
         return _finished(quantized_linear_eager(x, words, scale, zero, bits, group), activation, residual)
@@ -84,7 +85,7 @@ def quantized_linear(
 
 
 def _finished(made: Tensor, activation: Activation | None, residual: Tensor | None) -> Tensor:
-    """What stands after a product, by operations of its own."""
+    """Activation and residual after a product, as separate operations."""
     if activation is not None:
         gate, up = made.chunk(2, dim=-1)
         made = glu(gate, up, activation)
@@ -109,7 +110,7 @@ def expanded(
     *,
     impl: Impl = "auto",
 ) -> Tensor:
-    """The matrix [N, K] that the codes stand for."""
+    """The dequantized matrix [N, K]."""
     if not (use_triton(impl, scale) and can_be_fused(inputs, bits, group)):
         return expanded_eager(words, scale, zero, bits, inputs, dtype)
     if zero is not None and zero.stride() != scale.stride():
@@ -121,14 +122,14 @@ def expanded(
 def expanded_eager(
     words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, inputs: int, dtype: torch.dtype
 ) -> Tensor:
-    """The matrix [N, K] that the codes stand for."""
+    """The dequantized matrix [N, K]."""
     codes = unpack_tiles(words, bits, inputs).to(torch.float32).unflatten(1, (scale.shape[1], -1))
     offset = 2 ** (bits - 1) if zero is None else zero.to(torch.float32)[..., None]
     return codes.sub_(offset).mul_(scale.to(torch.float32)[..., None]).flatten(1).to(dtype)
 
 
 def can_be_fused(inputs: int, bits: int, group: int) -> bool:
-    """Whether the kernels take such a weight."""
+    """Whether the kernels take a weight of so many inputs, bits and inputs per group."""
     tile = TILE_WORDS * 32 // bits
     return has_tiles(inputs, bits) and group % STEP == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
 
@@ -168,7 +169,7 @@ def some_rows_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     LOP3: tl.constexpr,
 ):
-    """BLOCK_N outputs of BLOCK_M rows over one of `split` shares of the inputs."""
+    """BLOCK_N outputs of BLOCK_M rows over one of `split` parts of the inputs."""
     TILE: tl.constexpr = 16
     PER: tl.constexpr = 32 // BITS
     PER_BLOCK: tl.constexpr = 1 if GROUP == 0 or GROUP > TILE * PER else TILE * PER // GROUP  # scales of a tile
@@ -187,7 +188,7 @@ def some_rows_kernel(  # type: ignore[no-untyped-def]
     group = row * row_stride
     if GROUP > 0:
         group += first * TILE * PER // GROUP * group_stride
-    scale = tl.load(scale_ptr + group)  # those of a block of words are read while the one before is multiplied
+    scale = tl.load(scale_ptr + group)  # a block's scales are loaded while the block before is multiplied
     zero = zero_points(zero_ptr, group, HAS_ZERO, BITS)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
@@ -214,7 +215,7 @@ def some_rows_kernel(  # type: ignore[no-untyped-def]
     out = m[None, :] * N + n[:, None]
     if IS_SHARED:
         tl.store(partial_ptr + share * M * N + out, total, mask=here)
-        tl.debug_barrier()  # all of this program's sums are written before it says so
+        tl.debug_barrier()  # all of this program's sums are written before the counter rises
         counter = counter_ptr + m_block * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") < split - 1:
             return
@@ -242,7 +243,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """TILES tiles of the weight's rows, BLOCK_N of them; what one shift gives has one scale and one zero point."""
+    """TILES tiles of BLOCK_N rows of the weight; the codes of one shift have one scale and one zero point."""
     TILE: tl.constexpr = 16
     PER: tl.constexpr = 32 // BITS
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -268,7 +269,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
 
 
 class Tiles(NamedTuple):
-    """How the product is cut."""
+    """How the product is tiled: rows and outputs of a block, programs that split the inputs, stages, warps."""
 
     block_m: int
     block_n: int
@@ -278,7 +279,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(M: int, N: int, K: int, bits: int, device: torch.device) -> Tiles:
-    """Enough programs for every processor; with more than 64 rows a program needs eight warps for its sums."""
+    """Enough programs for every multiprocessor; with more than 64 rows a program needs eight warps for its sums."""
     if is_interpreted():
         return Tiles(block_m=16, block_n=16, split=2, stages=1, warps=4)
     block_m, block_n = min(max(triton.next_power_of_2(M), 16), 128), 128
@@ -303,7 +304,7 @@ def launch_some(
     group: int,
     tiles: Tiles,
 ) -> Tensor:
-    """The product cut as `tiles` say."""
+    """The product, tiled as `tiles` say."""
     (M, K), N = x.shape, words.shape[0]
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)
     partial = torch.empty(tiles.split * M * N, device=x.device, dtype=torch.float32) if tiles.split > 1 else y

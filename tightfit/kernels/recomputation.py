@@ -28,7 +28,7 @@ def result_unwanted() -> Iterator[None]:
 
 @contextmanager
 def skipped_when_recomputed() -> Iterator[None]:
-    """Around products that are left out where the result is not wanted, so that nobody keeps what they made."""
+    """Mark products that recomputation leaves out, so that selective checkpointing does not save their results."""
     before, _thread.skipped = is_skipped_when_recomputed(), True
     try:
         yield
@@ -37,7 +37,7 @@ def skipped_when_recomputed() -> Iterator[None]:
 
 
 def is_skipped_when_recomputed() -> bool:
-    """Whether the product being computed is left out where the result is not wanted."""
+    """Whether recomputation leaves out the product being computed."""
     return getattr(_thread, "skipped", False)
 
 

@@ -253,7 +253,7 @@ def _launch(
         )
 
 
-@lru_cache(maxsize=1024)  # it took a twentieth of the host's time for a layer
+@lru_cache(maxsize=1024)  # uncached, this took a twentieth of the host's time for a layer
 def _constants(heads: int, kv_heads: int, length: int, half: int, rest: int) -> dict[str, int]:
     """Sizes, their next powers of two (`_2`), tokens per program and warps."""
     heads_2, kv_heads_2, half_2, rest_2 = (triton.next_power_of_2(max(x, 1)) for x in (heads, kv_heads, half, rest))
@@ -314,9 +314,9 @@ class _Rope(torch.autograd.Function):
 
 
 class _RopeInPlace(torch.autograd.Function):
-    """Returns aliases of q and k instead of `mark_dirty`, for which autograd would copy views to rebase them.
+    """Rotates in place and returns aliases of q and k, without `mark_dirty`, for which autograd would copy views.
 
-    Raising their versions is enough for operations that saved them to notice.
+    Raising the tensors' versions is enough for operations that saved them to notice.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""What happens to the queries, keys and values of a step between projection and attention, in one kernel.
+"""Norms, rope and the write to the paged cache, between a step's qkv projection and its attention, in one kernel.
 
-Queries and keys get their norms (where the model has them) and are turned by their positions; queries go out, keys and
-values go to their places in the paged cache. A program has one head of one token, or of a block of tokens where a step
-has many (prompts).
+Queries and keys are normed (where the model does so) and rotated by their positions (rope); queries are returned, keys
+and values are written to the paged cache. A program has one head of one token, or of a block of tokens where a step has
+many (prompts).
 """
 
 import torch
@@ -34,7 +34,8 @@ def rotate_store(
 ) -> Tensor:
     """Queries [M, heads, D] of qkv [M, (heads + 2 kv_heads) · D]; keys and values [blocks, size, kv_heads, D] written.
 
-    `slots` [M] are places in the cache counted over all blocks, cos and sin [positions, d/2] tables.
+    `slots` [M] are the tokens' places in the cache, block · size + place in the block; cos and sin are tables
+    [positions, d/2].
     """
     (M, _), (kv_heads, D) = qkv.shape, keys.shape[2:]
     out = torch.empty((M, heads, D), device=qkv.device, dtype=qkv.dtype)
@@ -90,7 +91,7 @@ def rotate_store_eager(
     norm_eps: float = 0.0,
     norm_offset: float = 0.0,
 ) -> Tensor:
-    """The reference: split, norm, turn, write."""
+    """The reference: split, norm, rotate, write."""
     (M, _), (kv_heads, D) = qkv.shape, keys.shape[2:]
     q, k, v = (part.view(M, -1, D) for part in qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=1))
     if q_norm is not None and k_norm is not None:
@@ -190,5 +191,5 @@ def _weight(q_norm, k_norm, at, here, q_share, offset):  # type: ignore[no-untyp
 
 @triton.jit
 def _rounded(x, out):  # type: ignore[no-untyped-def]
-    """As the norm alone would have left it."""
+    """x, rounded as a separate norm would."""
     return x.to(out.dtype.element_ty).to(tl.float32)

@@ -4,17 +4,18 @@
 
 Rows (a token and one of its experts) are sorted by expert, so an expert's rows are consecutive. Dropless without a
 capacity: every row is computed, whatever the load; how the rows are spread over experts never leaves the device. With a
-capacity an expert takes so many rows and no more. Those left are packed; the host does not know their number either,
-so buffers have the most there can be, and rows behind the last expert's are computed by nobody and read by nobody.
+capacity, rows of an expert beyond it are dropped. The others are packed; the host does not know their number either, so
+buffers have the largest size possible, and rows behind the last expert's are neither computed nor read.
 
-Kept for backward: x, the experts' gate and up [rows, F], the routing weights, and where each row came from. Neither
-copies of tokens nor experts' results are kept: tokens are gathered again, and a weight's gradient needs no result,
+Saved for backward: x, the experts' gate and up [rows, F], the routing weights, and where each row came from. Neither
+copies of tokens nor experts' results are saved: tokens are gathered again, and a routing weight's gradient needs no
+result,
 
     dw[t, j] = ⟨dy[t], down_e(p)⟩ = ⟨dy[t] · Wdown_e, p⟩,
 
-whose left factor the gradient of p needs anyway. One kernel makes from it d_gate, d_up, w · p (for the gradient of the
-down projection) and dw, writing each over what it replaces. Results of a token are added up by a kernel that goes by
-tokens, in the order of its experts: no atomics, the same bits every time.
+whose left factor the gradient of p needs anyway. From it one kernel computes dw, and d_gate, d_up and w · p (for the
+gradient of the down projection), which it writes over gate, up and the left factor. A kernel with a program per token
+adds up the token's results in the order of its experts: no atomics, the same bits every time.
 
 The classic scheme is Switch's and Mixtral's; grouped products are MegaBlocks' (Gale et al. 2022).
 """
@@ -41,13 +42,13 @@ class Routing(NamedTuple):
     """Where each row comes from and goes to: rows are (token, j) pairs sorted by expert."""
 
     tokens: Tensor
-    """Of each row, the token it is a copy of, [rows]."""
+    """The token that each row is a copy of, [rows]."""
     rows: Tensor
-    """Of each token's j-th expert, the row, [N, k]; −1 where it was dropped."""
+    """The row of each token's j-th expert, [N, k]; −1 where it was dropped."""
     offsets: Tensor
-    """Of each expert, the row after its last one, [E] int32."""
+    """The row after the last one of each expert, [E] int32."""
     load: Tensor
-    """Of each expert, the pairs that ask for it, dropped ones too, [E] int32."""
+    """The number of pairs that chose each expert, dropped ones too, [E] int32."""
     drops: bool = False
     """Whether pairs may have been dropped."""
 
@@ -55,7 +56,7 @@ class Routing(NamedTuple):
 def route(chosen: Tensor, experts: int, capacity: int | None = None) -> Routing:
     """Sort the pairs of `chosen` [N, k] by expert; pairs of one expert stay in the order of tokens.
 
-    With a `capacity` an expert takes that many: tokens' first choices before second ones, in the order of tokens.
+    With a `capacity` an expert takes at most that many: first choices before second ones, in the order of tokens.
     """
     narrow = torch.int16 if experts < 2**15 else torch.int32
     pairs = chosen if capacity is None else chosen.T
@@ -70,7 +71,8 @@ def route(chosen: Tensor, experts: int, capacity: int | None = None) -> Routing:
 
 
 def _within(capacity: int, ordered: Tensor, order: Tensor, starts: Tensor, load: Tensor, chosen: Tensor) -> Routing:
-    """The first `capacity` pairs of each expert; `ordered` are the experts of sorted pairs, `order` where they were."""
+    """The routing with the first `capacity` pairs of each expert; `ordered` are the experts of the sorted pairs and
+    `order` these pairs' indices before sorting."""
     most = min(len(order), capacity * len(load))
     kept = load.clamp(max=capacity)
     offsets = kept.cumsum(0, dtype=torch.int32)
@@ -83,12 +85,12 @@ def _within(capacity: int, ordered: Tensor, order: Tensor, starts: Tensor, load:
 
 
 def _or_last(rows: Tensor, count: int) -> Tensor:
-    """`rows`, and `count` for dropped ones: a place for what nobody reads."""
+    """`rows` with `count` for dropped ones: the index of a spare row that is never read."""
     return torch.where(rows < 0, count, rows)
 
 
 def by_row(weights: Tensor, routing: Routing) -> Tensor:
-    """Weights [N, k] of pairs in the order of rows; 0 for rows that are nobody's."""
+    """Weights [N, k] of pairs in the order of rows; 0 for rows behind the last expert's."""
     flat, count = weights.flatten(), len(routing.tokens)
     if not routing.drops:
         return torch.zeros_like(flat).index_copy(0, routing.rows.flatten(), flat)
@@ -127,7 +129,7 @@ def _weighted_biases(weights: Tensor, routing: Routing, bias: Tensor) -> Tensor:
 
 
 def _experts_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The expert of each row, [rows]; as many as there are experts for rows behind the last one's."""
+    """The expert of each row, [rows]; E, the number of experts, for rows behind the last expert's."""
     return torch.searchsorted(offsets, torch.arange(rows, device=offsets.device, dtype=offsets.dtype), right=True)
 
 
@@ -214,7 +216,7 @@ class _RoutedMlp(torch.autograd.Function):
 def _bias_gradients(ctx: Any, d_gate: Tensor, d_up: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over each expert's rows, as products with [E, rows] of zeros and ones: the same bits every time."""
     expert, experts = _experts_of_rows(offsets, len(d_gate)), ctx.experts
-    if ctx.drops:  # nobody wrote the rows behind the last expert's, and 0 · NaN is NaN
+    if ctx.drops:  # rows behind the last expert's are uninitialised, and 0 · NaN is NaN
         d_gate, d_up = (d.masked_fill((expert == experts)[:, None], 0) for d in (d_gate, d_up))
     members = (expert == torch.arange(experts, device=expert.device)[:, None]).to(d_gate.dtype)
     return members @ d_gate, members @ d_up
@@ -242,7 +244,7 @@ def _row_gradients(
 def _row_gradients_eager(
     d_product: Tensor, gate: Tensor, up: Tensor, by_row: Tensor, activation: Activation
 ) -> tuple[Tensor, ...]:
-    """The same in plain torch; float32 between, as the kernel has it."""
+    """`_row_gradients` in plain torch; float32 until the end, as in the kernel."""
     d_product, by_row = d_product.float(), by_row.float()[:, None]
     with torch.enable_grad():
         leaves = gate.detach().float().requires_grad_(), up.detach().float().requires_grad_()

@@ -66,7 +66,7 @@ class _SinkAttention(torch.autograd.Function):
     ) -> Tensor:
         out, logs = _attend(query, key, value, sinks, first, scale)
         ctx.save_for_backward(query, key, value, sinks, out, logs)
-        ctx.first, ctx.scale = first, scale  # `first` is the mask's, of all layers with this window
+        ctx.first, ctx.scale = first, scale  # `first` is the mask's, shared by all layers with this window
         return out
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Sums in 24 bits: the upper 16 bits of a float32, which are a bf16, and the 8 bits below them in another tensor.
 
 A gradient that is summed over chunks needs more than bf16's 8 bits of mantissa: partial sums in bf16 double its error
-at eight chunks. It does not need float32's 24: with 16, an addition rounds by at most 2⁻¹⁷ of the sum, and what is kept
-in the end is bf16. Three bytes a number instead of four, and the two that are the result stay where they are:
+at eight chunks. It does not need float32's 24: with 16, an addition rounds by at most 2⁻¹⁷ of the sum, and the result
+is rounded to bf16 in the end. Three bytes a number instead of four, and the upper two become the result in place:
 
     float32 sums, then a bf16 copy: 4 + 2 bytes        24-bit sums, rounded in place: 3 bytes
 
@@ -57,7 +57,7 @@ def round_split(high: Tensor, low: Tensor, factor: Tensor, *, in_place: bool) ->
 
 @triton.jit
 def _wide(high, low):  # type: ignore[no-untyped-def]
-    """The float32 of 24 bits."""
+    """The float32 whose upper 24 bits are these."""
     return ((high.to(tl.int32) << 16) | (low.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
 
 
@@ -83,7 +83,7 @@ def split_add_kernel(product, high, low, count, FIRST: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def split_round_kernel(high, low, factor, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of elements times the factor, as the bits of the nearest bf16, even where two are as near."""
+    """One block of elements times the factor, as the bits of the nearest bf16 (the even one of two as near)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     upper = tl.load(high + at, mask=inside, other=0)

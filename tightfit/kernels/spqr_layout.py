@@ -1,10 +1,10 @@
 """SpQR's codes, coded scales and outliers in the order in which `kernels/spqr_linear.py` reads them.
 
 A tile is 256 neighbouring inputs of one row: 16 groups of 16, which have a scale and a zero point each. Codes of b bits
-take b sets of 8 words. The halves of word w of a set hold codes 2w and 2w + 1 of several groups one above the other,
-16 / b of them; at 3 bits the fifth leaves a bit, and the spare bits of the three sets are the sixteenth group's. So a
-shift and a mask of 8 words give a group's 16 codes, two in each word, and 3 bits take no more than 3 bits. Scales' and
-zero points' codes, 3 bits each, are such pairs too: three words a row and tile.
+take b sets of 8 words. The two halves of word w of a set hold codes 2w and 2w + 1 of ⌊16 / b⌋ groups, at rising shifts;
+at 3 bits five groups leave one bit of each half, and the spare bits of the three sets hold the sixteenth group. So a
+shift and a mask of 8 words give a group's 16 codes, two in each word, and 3-bit codes take no more than 3 bits. Codes
+of scales and zero points, 3 bits each, are stored as such pairs too: three words a row and tile.
 
 | tensor | shape | bytes a weight |
 |---|---|---|
@@ -13,7 +13,7 @@ zero points' codes, 3 bits each, are such pairs too: three words a row and tile.
 | ranges: step and start of scales, then of zero points | float16 [rows / 16, groups, 4] | 1 / 32 |
 | columns uint16, values and changes float16 | [outliers] | 6 an outlier |
 
-That is what files have: columns in 16 bits leave room for `changes`, what an outlier adds to what its code says.
+Files take as many bytes: 16-bit columns leave room for `changes`, an outlier's value less the value of its code.
 """
 
 from typing import NamedTuple
@@ -30,13 +30,13 @@ TILE = TILE_GROUPS * GROUP
 LANES = GROUP // 2
 """Words that hold a group's codes."""
 ROWS = 32
-"""Of rows in multiples of this the coded scales fill whole words."""
+"""Rows must be a multiple of this, so that coded scales fill whole words."""
 MOST_INPUTS = 2**16
 HALF = 16
 
 
 class SpqrTensors(NamedTuple):
-    """A weight [rows, inputs]; outliers of row r are `starts[r]` to `starts[r + 1]`, in place of what codes say."""
+    """A weight [rows, inputs]; outliers `starts[r]` to `starts[r + 1]` replace the values of their codes in row r."""
 
     words: Tensor
     statistics: Tensor
@@ -48,7 +48,7 @@ class SpqrTensors(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return self.words.shape[2]
 
     @property
@@ -63,7 +63,7 @@ class SpqrTensors(NamedTuple):
 
 
 def can_be_arranged(rows: int, inputs: int, bits: int) -> bool:
-    """Whether such a weight is whole tiles and whole words of scales."""
+    """Whether a weight [rows, inputs] consists of whole tiles and whole words of scales."""
     return bits in BITS and rows % ROWS == 0 and inputs % TILE == 0 and inputs <= MOST_INPUTS
 
 
@@ -95,7 +95,7 @@ def statistics_of(statistics: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def arrange_ranges(scale: Tensor, zero: Tensor) -> Tensor:
-    """Steps and starts [groups, rows / 16, 2] of both, side by side."""
+    """Steps and starts [groups, rows / 16, 2] of scales and of zero points, side by side: [rows / 16, groups, 4]."""
     return torch.cat((scale, zero), dim=-1).transpose(0, 1).contiguous()
 
 
@@ -113,7 +113,7 @@ def scales_of(weight: SpqrTensors) -> tuple[Tensor, Tensor]:
 
 
 def _stretched(codes: Tensor, ranges: Tensor) -> Tensor:
-    """code · step + start of 16 rows' range."""
+    """code · step + start, of the range that 16 rows share."""
     step, start = ranges.to(torch.float32).transpose(0, 1).repeat_interleave(STRIP_ROWS, 0).unbind(-1)
     return codes.to(torch.float32) * step + start
 

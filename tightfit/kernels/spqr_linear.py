@@ -1,16 +1,17 @@
-"""x · Wᵀ for an SpQR weight and up to 16 rows, read as files have it: 2 to 4 bits, coded scales, sparse outliers.
+"""x · Wᵀ for an SpQR weight and up to 16 rows, read compressed: 2 to 4 bits, coded scales, sparse outliers.
 
     W[n, k] = (q[n, k] − Z[n, g]) · S[n, g], or an outlier's value     S = code · step + start, Z likewise
 
 Dettmers et al. 2023. Groups have 16 inputs, so scales in 16 bits would take a third of what 3-bit codes take: they are
 decoded here, for every group and row, from 3 bits and from the range that 16 rows share. A group is one step of tensor
-cores, the weight as the left factor: codes become floats by standing below a leading one, and offset, zero point and
-scale are applied to the group's sum, as in kernels/packed_rows.py. A program has a few rows, its warps share the tiles
-of inputs. When they have added up, the program goes through its rows' outliers: each adds (value − what its code says)
-times its input, so that what the codes said there needs no masking. That difference is stored as `changes`.
+cores, the weight as the left factor: codes become floats as the lowest bits of a constant, and that constant, zero
+point and scale are applied to the group's sum, as in kernels/packed_rows.py. A program has a few rows, its warps split
+the tiles of inputs. When they have added up, the program goes through its rows' outliers: each adds (value − its code's
+value) times its input, so that codes at outliers need no masking. That difference is stored as `changes`.
 
-More rows, and float32, are multiplied by the expanded matrix: one kernel decodes it, a second puts the outliers in
-their places. Where `kernels/spqr_layout.py` has no order for a weight it is expanded by torch. Not differentiable.
+More rows, and float32, are multiplied by the expanded (dequantized) matrix: one kernel decodes it, a second puts the
+outliers in their places. A weight that `kernels/spqr_layout.py` cannot arrange is expanded by torch. Not
+differentiable.
 """
 
 from typing import NamedTuple
@@ -42,7 +43,7 @@ def spqr_linear_eager(x: Tensor, weight: SpqrTensors) -> Tensor:
 
 
 def expanded_spqr(weight: SpqrTensors, dtype: torch.dtype, *, impl: Impl = "auto") -> Tensor:
-    """The matrix [N, K]."""
+    """The dequantized matrix [N, K]."""
     if not use_triton(impl, weight.ranges):
         return expanded_spqr_eager(weight, dtype)
     matrix: Tensor = _expand(*weight[:-1], dtype)
@@ -50,7 +51,7 @@ def expanded_spqr(weight: SpqrTensors, dtype: torch.dtype, *, impl: Impl = "auto
 
 
 def expanded_spqr_eager(weight: SpqrTensors, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K]."""
+    """The dequantized matrix [N, K]."""
     scale, zero = scales_of(weight)
     codes = codes_of(weight.words).to(torch.float32).view(*scale.shape, GROUP)
     matrix = codes.sub_(zero[..., None]).mul_(scale[..., None]).flatten(1).to(dtype)
@@ -148,7 +149,7 @@ def spqr_rows_kernel(  # type: ignore[no-untyped-def]
     most = tl.max(stop - start, 0)
     total = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        here = first + step < TILES  # inputs beyond are zeros
+        here = first + step < TILES  # inputs beyond the last tile are zeros
         tile = tl.where(here, first + step, 0)
         at = words_ptr + at_row[None, :, None] + (tile * (BITS * SET))[:, None, None] + word[None, None, :]
         w0, w1 = tl.load(at), tl.load(at + SET)
@@ -197,7 +198,7 @@ def spqr_rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["M"])
 def turn_kernel(x_ptr, turned_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [M, K] as [K, BLOCK_M], zeros beyond M: what an outlier takes of all rows is then side by side."""
+    """x [M, K] as [K, BLOCK_M], zeros beyond M: an outlier's inputs of all rows are then contiguous."""
     m, k = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     x = tl.load(x_ptr + m[None, :] * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0)
     tl.store(turned_ptr + k[:, None] * BLOCK_M + m[None, :], x, mask=(k < K)[:, None])
@@ -246,7 +247,7 @@ def expand_spqr_kernel(  # type: ignore[no-untyped-def]
 def place_outliers_kernel(  # type: ignore[no-untyped-def]
     starts_ptr, columns_ptr, values_ptr, weight_ptr, N, K, BLOCK_N: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """The outliers of BLOCK_N rows into the matrix."""
+    """Write the outliers of BLOCK_N rows into the matrix."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_n = n < N
     start = tl.load(starts_ptr + n, mask=in_n, other=0)
@@ -261,7 +262,7 @@ def place_outliers_kernel(  # type: ignore[no-untyped-def]
 
 
 class RowTiles(NamedTuple):
-    """How the product is cut: rows of the weight a program has, warps that share the inputs, tiles read ahead."""
+    """How the product is tiled: rows of the weight per program, warps that split the inputs, pipeline stages."""
 
     block_n: int
     parts: int
@@ -277,7 +278,7 @@ def row_tiles_for(M: int, K: int) -> RowTiles:
 
 
 def launch_spqr_rows(x: Tensor, weight: SpqrTensors, tiles: RowTiles) -> Tensor:
-    """The product of x [M, K], M up to 16, cut as `tiles` say."""
+    """The product of x [M, K], M up to 16, tiled as `tiles` say."""
     (M, K), N = x.shape, weight.rows
     block_m = 16 if M > 8 or is_interpreted() else 8
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)

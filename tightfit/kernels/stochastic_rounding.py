@@ -29,7 +29,7 @@ def key_of(seed: int, name: str, step: int) -> int:
 
 
 def rounded(x: Tensor, key: int, first: int = 0) -> Tensor:
-    """`x` (float32) on the grid of bf16, still as float32; `first` is the number of its first element."""
+    """`x` (float32) on the grid of bf16, still as float32; `first` is the index of its first element."""
     index = torch.arange(first, first + x.numel(), device=x.device) & LOW
     noise = (_mixed(_mixed(index) ^ key) & 0xFFFF).to(torch.int32)
     bits = x.contiguous().view(torch.int32) + noise.view(x.shape)

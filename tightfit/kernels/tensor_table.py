@@ -17,7 +17,7 @@ from tightfit.kernels.triton_support import tl, triton
 CHUNK = 8192
 """Elements per program."""
 MOST = 1024
-"""Tensors of one table, whose first programs each program reads to find its own tensor."""
+"""Tensors of one table at most: each program reads the first program of every tensor to find its own."""
 
 TRITON_DTYPES = {f"torch.{name}": getattr(tl, name, None) for name in ("float32", "bfloat16", "float16")}
 
@@ -49,12 +49,12 @@ def find_tensor(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def address(table_ptr, tensors, which, KIND: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a tensor begins; allocators begin at multiples of 16 bytes, and callers check it."""
+    """Pointer to a tensor's first element, a multiple of 16 bytes: allocators align to that, and callers check it."""
     return tl.multiple_of(tl.load(table_ptr + KIND * tensors + which).to(tl.pointer_type(DTYPE)), 16)
 
 
 def rounding(tensors: Sequence[Tensor]) -> int:
-    """16 where all sizes are multiples of it, so that kernels move 16 bytes at a time up to the end; else 1."""
+    """16 where all sizes are multiples of 16, so that kernels move 16 bytes at a time up to the end; else 1."""
     return 1 if any(tensor.numel() % 16 for tensor in tensors) else 16
 
 

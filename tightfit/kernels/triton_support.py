@@ -63,5 +63,5 @@ def is_interpreted() -> bool:
 
 
 def at_most(registers: int | None) -> dict[str, int]:
-    """The launch option of a kernel whose threads may use so many registers; AMD's compiler has none."""
+    """The launch option that limits a kernel's threads to so many registers; AMD's compiler has none."""
     return {} if registers is None or torch.version.hip else {"maxnreg": registers}

@@ -1,8 +1,8 @@
-"""What comes after the sums of a product of one token, in kernels/packed_vector.py and kernels/fp8_vector.py alike.
+"""The epilogue of products with one token, in kernels/packed_vector.py and kernels/fp8_vector.py.
 
 RMSNorm before the product: (x · r · w) · Wᵀ = r · (x · w) · Wᵀ, so a sum is multiplied by r. Then bias and residual, or
-a gated activation: the weight then holds gate over up, [2N, K], and the first half of a program's rows are gates. What
-is read for that is asked for before the product, or its last program would wait for memory once more.
+a gated activation: the weight then holds gate over up, [2N, K], and the first half of a program's rows are gates. Bias
+and residual are loaded before the product, or its last program would wait for memory once more.
 """
 
 from tightfit.kernels.glu import activated
@@ -11,7 +11,7 @@ from tightfit.kernels.triton_support import tl, triton
 
 @triton.jit
 def given(ptr, at, here, IS_GIVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is added, in float32: numbers at `at`, or none."""
+    """The numbers at `at` in float32; zeros where there is no such tensor."""
     if IS_GIVEN:
         return tl.load(ptr + at, mask=here, other=0.0).to(tl.float32)
     return tl.zeros(at.shape, tl.float32)

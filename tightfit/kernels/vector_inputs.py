@@ -1,8 +1,8 @@
-"""Inputs of a product of one token as its program takes them up, in kernels/packed_vector.py and kernels/fp8_vector.py.
+"""The prologue of products with one token, in kernels/packed_vector.py and kernels/fp8_vector.py: inputs and norm.
 
-A program's threads stand side by side along the inputs, and each has all of the program's rows of the weight at its
-place. So a thread reads its inputs once, as they are, multiplies them by a norm's weights and brings them into the form
-that its codes are multiplied by, all in registers: no kernel has to do it before, which would be another wait.
+A program's threads are spread along the inputs, and each has its inputs' columns of all of the program's rows of the
+weight. So a thread reads its inputs once, multiplies them by a norm's weights and converts them to the format that its
+codes are multiplied by, all in registers: a kernel for that before the product would be another wait.
 """
 
 from tightfit.kernels.triton_support import tl, triton
@@ -22,7 +22,7 @@ def pair_of(words, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 def inputs_of(  # type: ignore[no-untyped-def]
     x, norm, X: tl.constexpr, NORM: tl.constexpr, HAS_NORM: tl.constexpr, OFFSET: tl.constexpr
 ):
-    """Pairs of inputs, in words of dtype X, times the norm's weights, in words of NORM; and Σ x² of each pair."""
+    """Pairs of inputs x, in words of dtype X, times the norm's weights, in words of NORM; and Σ x² of each pair."""
     low, high = pair_of(x, X)
     squares = low * low + high * high
     if HAS_NORM:
@@ -35,5 +35,5 @@ def inputs_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def larger(low, high):  # type: ignore[no-untyped-def]
-    """The larger magnitude."""
+    """The larger of two magnitudes."""
     return tl.maximum(tl.abs(low), tl.abs(high))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """This rank's rows, `first` to `first + count` of `vocabulary`; the ranks of `group` have the others."""
+    """This rank's rows of the vocabulary, [first, first + count) of `vocabulary`; `group` has the others."""
 
     vocabulary: int
     first: int
@@ -24,7 +24,7 @@ class VocabularyRows:
 
 
 def embed_own_rows(tokens: Tensor, weight: Tensor, rows: VocabularyRows) -> Tensor:
-    """Embeddings of the tokens of this rank's rows, and zeros for the others."""
+    """Embeddings of the tokens in this rank's rows, and zeros for other tokens."""
     local = tokens - rows.first
     own = (local >= 0) & (local < rows.count)
     return F.embedding(torch.where(own, local, 0), weight).masked_fill(~own[..., None], 0.0)

@@ -1,1 +1,1 @@
-"""The mesh, and one file per kind of parallelism."""
+"""The device mesh, and one file per kind of parallelism."""

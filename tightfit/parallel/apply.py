@@ -1,11 +1,12 @@
-"""Applies splits and levers to a decoder in one order.
+"""Applies splits and levers to a decoder, always in the same order.
 
-Tensor, expert, context, loss, fp8, tiles, checkpoints, data or stages. Tensor parallelism comes first (`cut`): it cuts
-weights on the meta device and puts collectives around attention and MLP, inside everything else; expert parallelism
-cuts the experts of what is left. Context parallelism changes no weight: it gives the decoder this rank's tokens, and
-layers another attention. Tiling and checkpointing replace a layer's forward, and FSDP2 or DDP hooks around that, so
-that recomputation uses the weights all-gathered for backward. Sharded weights are filled afterwards (each rank its
-shards); a replicated model must have its values and dtype before. `train/assembly.py` does both, with the optimizer.
+`cut`: tensor, expert, context parallelism; `apply`: loss, fp8, tiling, checkpointing, then data or pipeline
+parallelism. Tensor parallelism comes first: it cuts weights on the meta device and puts collectives around attention
+and MLP, inside everything else; expert parallelism then cuts this tensor rank's experts. Context parallelism changes no
+weight: the decoder gets this rank's tokens of every row, and layers another attention. Tiling and checkpointing replace
+a layer's forward, and FSDP2 or DDP hook around that, so that recomputation uses the weights all-gathered for backward.
+Sharded weights are filled afterwards (each rank its shards); a replicated model must have its values and dtype before.
+`train/assembly.py` does both, with the optimizer.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,8 @@ from tightfit.parallel.tensor_mesh import mesh_parallel
 
 
 def cut(model: Decoder, mesh: DeviceMesh | None, layout: Layout, levers: Levers) -> None:
-    """Cut weights to this tensor and expert rank's shards, before they have values, and rows to its tokens.
-
-    Once, before `apply`.
-    """
+    """Cut weights, before they have values, to this tensor and expert rank's shards, and rows to this context rank's
+    tokens. To be called once, before `apply`."""
     refuse_untrainable(Run(layout=layout, levers=levers, spec=model.spec))
     if mesh is not None and layout.tensor_mesh != "1d" and not splits_of(model):
         mesh_parallel(model, mesh, layout)

@@ -1,12 +1,12 @@
-"""Context parallelism: ranks hold a piece of every row each, and meet in attention alone.
+"""Context parallelism: each rank holds a piece of every row, and ranks exchange activations in attention only.
 
 Every context rank is given the same whole rows and keeps its tokens (row_split.py). Labels are those of the loader,
-where `labels[t]` follows `tokens[t]` already, so cutting both at the same places loses no pair at a border. Positions
-are those of the whole row, restarted at documents, before they are cut; rope tables are made from them. The loss is of
-a rank's own tokens, divided by the counted tokens of the step; gradients of weights are summed over data and context
-ranks together, and ZeRO splits over both (mesh.py). Everything but attention is as on one process.
+already shifted (`labels[t]` follows `tokens[t]`), so cutting both at the same places loses no pair at a border.
+Positions are computed for the whole row, restarted at documents, and then cut; rope tables are made from them. A rank's
+loss is that of its own tokens, divided by the counted tokens of the step; gradients of weights are summed over data and
+context ranks together, and ZeRO shards over both (mesh.py). Everything but attention is as on one process.
 
-| | attention of a rank | what it sends in a layer, forward |
+| | attention of a rank | what it sends per layer, forward |
 |---|---|---|
 | exchange of heads (head_exchange.py) | heads / u, all tokens | (u − 1)/u of its q, k, v and output |
 | ring (ring.py) | all heads, its tokens' queries | r − 1 times its keys and values |
@@ -14,11 +14,11 @@ ranks together, and ZeRO splits over both (mesh.py). Everything but attention is
 `layout.ring` says how many of the context ranks form the ring; the others exchange heads inside it. The ring is for
 heads that are too few, and for links that are slow: its messages are on their way while attention runs.
 
-The decoder is unchanged. Four of its methods are replaced, which Decoder.forward and pipeline stages both call:
-positions, embedding, what layers share (`ForwardContext.attend` takes attention's place) and the loss. They call the
-ones they replace, which a mesh of tensor ranks may have replaced before: it then deals out the rows of which every
-context rank has some tokens. Routed layers balance their load over the tokens of all pieces of a row, as one process
-would.
+The decoder's class is unchanged. Four methods of the instance are replaced, which Decoder.forward and pipeline stages
+both call: positions, embedding, the forward context (its `attend` replaces attention) and the loss. Each calls the
+method it replaces, which may already be that of a mesh of tensor ranks (tensor_mesh.py): rows are then first cut to
+this context rank's tokens, and afterwards split over the mesh. The balance loss of routed layers is computed over the
+tokens of all pieces of a row, as one process would.
 """
 
 from collections.abc import Callable
@@ -49,9 +49,9 @@ from tightfit.parallel.ring_sinks import ring_sink_attention
 from tightfit.parallel.row_split import RowSplit
 
 APPLIED = "row_split"
-"""Attribute of a decoder with its RowSplit."""
+"""Name of the decoder attribute that holds its RowSplit."""
 BY_LONGEST_ROW = ("dynamic", "longrope")
-"""Scalings of rope that depend on the last position of a row, which another rank may have."""
+"""Scalings of rope that depend on the last position of a row, which may lie on another rank."""
 
 
 def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
@@ -81,20 +81,20 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
 
 
 def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, load: Tensor) -> Tensor:
-    """E · Σ_e f_e · P_e as models/mlp.py has it, of the tokens of all ranks; gradients are of this rank's share."""
+    """E · Σ_e f_e · P_e (models/mlp.py) over the tokens of all ranks; gradients are those of this rank's tokens."""
     sums = all_reduce(torch.cat([load.to(probabilities.dtype), probabilities.sum(0)]), group)
     load, probability = (sums / (len(probabilities) * group.size())).chunk(2)
     return len(load) * (load * probability).sum()
 
 
 def _z_loss(group: dist.ProcessGroup, logits: Tensor) -> Tensor:
-    """The mean over the tokens of all ranks, which have equally many; gradients are of this rank's share."""
+    """The mean over the tokens of all ranks, which have equally many; gradients are those of this rank's tokens."""
     return all_reduce(z_loss(logits) / group.size(), group)
 
 
 @dataclass(frozen=True)
 class WholeRows:
-    """Methods of a decoder that is given whole rows."""
+    """The decoder's methods before they are replaced."""
 
     token_positions: Callable[[Tensor, Tensor | None, KeyValueCache | None], Tensor]
     embed_tokens: Callable[[Tensor, Tensor], Tensor]
@@ -104,14 +104,14 @@ class WholeRows:
 
 @dataclass(frozen=True)
 class Context:
-    """What a decoder does with whole rows, of which this rank has some tokens."""
+    """Replacements of decoder methods: they are given whole rows and compute for this rank's tokens."""
 
     model: Decoder
     split: RowSplit
     heads_group: dist.ProcessGroup | None
     ring_group: dist.ProcessGroup | None
     whole: WholeRows
-    """The decoder's methods as they were."""
+    """The methods that these replace, and call."""
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """Positions of this rank's tokens in their documents, from whole rows."""
@@ -134,9 +134,9 @@ class Context:
     ) -> ForwardContext:
         """Rope tables for this rank's tokens, and attention over whole rows."""
         ctx = self.whole.forward_context(x, positions, documents, cache)
-        documents = ctx.mask.documents  # of the rows that this rank's attention has
+        documents = ctx.mask.documents  # of the rows that this rank attends in: a tensor mesh may have split them
         own, length = positions.shape[1], positions.shape[1] * self.split.ranks
-        ctx.mask = AttentionMask(own, own, x.device)  # of pieces, which nobody attends to by themselves
+        ctx.mask = AttentionMask(own, own, x.device)  # for its sizes only: `attend` masks whole rows
         mask = AttentionMask(length, length, x.device, documents)
         ctx.attend, ctx.heads_multiple = partial(self.attend, mask), self.split.exchanging
         for rope in ctx.rope_tables:
@@ -162,13 +162,13 @@ class Context:
         value: Tensor,
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
-        """Attention of this rank's tokens to all of their rows, [B, heads, t, D]."""
+        """Attention of this rank's tokens to their whole rows, [B, heads, t, D]."""
         if self.heads_group is not None:
             query, key, value = gather_rows(query, key, value, self.heads_group)
             if (sinks := settings.get("sinks")) is not None:
                 settings["sinks"] = sinks.chunk(self.heads_group.size())[self.heads_group.rank()]
         attended = self._attend(mask, query, key, value, **settings)
-        del query, key, value  # before more is received
+        del query, key, value  # freed before the outputs are received
         return attended if self.heads_group is None else scatter_rows(attended, self.heads_group)
 
     def _attend(
@@ -183,7 +183,7 @@ class Context:
         return ring_attention(query, key, value, first, self.ring_group, scale=scale, softcap=softcap)
 
     def _first_keys(self, mask: AttentionMask, window: int | None, rows: int) -> Tensor | None:
-        """The first key of every query of this rank's place in the ring, [B, tokens]; None where it is the row's."""
+        """The first key that each query of this ring rank attends to, [B, tokens]; None where that is the row's."""
         window = mask.effective_window(window)
         if mask.is_causal_only(window):
             return None

@@ -5,7 +5,7 @@ torch's DDP, the others FSDP2 with one group per layer, one for an untied embedd
 norm, the head and a tied embedding. (The fused loss reads the head's weight directly: it is whole there, because the
 root stays all-gathered through forward and backward.)
 
-What a rank of N holds per parameter in mixed precision (bf16 or fp16 with float32 masters), M micro-batches a step:
+Bytes per parameter on one of N ranks in mixed precision (bf16 or fp16 with float32 masters), M micro-batches a step:
 
 | zero | weights | gradients | masters and moments | all-gathered weights |
 |---|---|---|---|---|
@@ -14,13 +14,13 @@ What a rank of N holds per parameter in mixed precision (bf16 or fp16 with float
 | 2 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, forward to the end of the step |
 | 3 | – | 4/N, and 4 for the layer being reduced | 12/N | 2, root and about two layers at a time |
 
-DDP's gradients are views of its buckets; they are zeroed after a step, not freed. After the first they are freed, as
-DDP then makes new buckets in the order in which backward ran, and would have both. (The first two steps, before
-gradients are views, hold them twice where M > 1.)
+DDP's gradients are views of its buckets, so they are zeroed after a step, not freed. Only after the first step they are
+freed: DDP then rebuilds its buckets in the order in which backward ran, and would hold old and new ones. (The first two
+steps, before gradients are views, hold gradients twice where M > 1.)
 FSDP2's float32 shards are the master weights; a 16-bit copy exists only while all-gathered. It reduces in float32, so
 sharded gradients are float32 as well. With fp32 nothing is cast, and with pure-bf16 everything is bf16.
 
-What a rank sends per parameter and step, in elements (all-reduce is reduce-scatter and all-gather):
+Elements that a rank sends per parameter and step (an all-reduce counts as reduce-scatter and all-gather):
 
 | zero | all-gather of weights | reduction of gradients |
 |---|---|---|
@@ -32,7 +32,8 @@ What a rank sends per parameter and step, in elements (all-reduce is reduce-scat
 Hybrid sharding (`layout.shard_inside`) puts the number of ranks in a group in place of N, and adds one all-reduce of a
 rank's float32 shard of gradients over the groups, at the last micro-batch.
 
-Experts that expert ranks split (parallel/expert.py) are a group of their own: N is then the ranks with the same ones.
+Experts split by expert parallelism (expert.py) are an FSDP2 group of their own: N is then the number of ranks that hold
+the same experts.
 
 Zero 1 and 2 keep weights all-gathered until the step's last backward: resharding between micro-batches would not lower
 the peak. Source: Rajbhandari et al. 2020 (ZeRO), Zhao et al. 2023 (FSDP).
@@ -63,7 +64,7 @@ def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
     """Zero 0: DDP. `model` must already have the dtype it trains in; every rank gets the first rank's weights."""
     fake = isinstance(model.embed.weight, FakeTensor)  # fake tensors have no values to broadcast
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    # Other ranks hold other experts; buffers are packed weights under adapters, which nobody changes.
+    # Other ranks hold other experts; buffers are packed weights under adapters, which never change.
     ignore(model, [*expert_parameters(model), *(name for name, _ in model.named_buffers())])
     replica = DistributedDataParallel(
         model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
@@ -94,27 +95,27 @@ def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName)
         model.embed.set_unshard_in_backward(False)  # its gradient does not depend on its weight
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for group in _fsdp_modules(model):
-        if not (isinstance(group, ExpertWeights) and _is_alone(model)):  # it would divide by 1 into another copy
+        if not (isinstance(group, ExpertWeights) and _is_alone(model)):  # FSDP2 would divide by 1, into another copy
             group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # else it uses PREMUL_SUM, which gloo lacks
+        group.set_force_sum_reduction_for_comms(True)  # otherwise FSDP2 uses PREMUL_SUM, which gloo lacks
     vars(model)["zero"] = zero  # read by `micro_batch`
     return model
 
 
 def _shard_experts(layer: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, reshard_after_forward: bool) -> None:
-    """Experts that are split over expert ranks are a group of their own, over the ranks that hold the same ones."""
+    """Make the layer's experts an FSDP2 group of their own, over the ranks that hold the same experts."""
     if isinstance(layer.mlp, RoutedMlp):
         fully_shard(layer.mlp.experts, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
 
 def _is_alone(model: nn.Module) -> bool:
-    """Whether no other data rank holds this one's experts."""
+    """Whether no other data rank holds the same experts as this one."""
     mesh = expert_sharding(model)
     return mesh is not None and mesh.size() == 1
 
 
 def _mixed_precision(precision: PrecisionName) -> MixedPrecisionPolicy:
-    """Float32 masters are all-gathered in 16 bits and gradients reduced in float32; other precisions as they are.
+    """All-gather float32 masters in 16 bits and reduce gradients in float32; without masters, cast nothing.
 
     Inputs are not cast: tokens are integers, and layers get what the embedding returned.
     """
@@ -142,7 +143,10 @@ def _fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 @contextmanager
 def micro_batch(model: nn.Module, *, last: bool) -> Iterator[None]:
-    """Around forward and backward of a micro-batch: whether it reduces gradients and reshards weights."""
+    """Wrap forward and backward of a micro-batch: the last one of a step reduces gradients and reshards weights.
+
+    ZeRO-2 and 3 reduce, and ZeRO-3 reshards, at every micro-batch.
+    """
     if isinstance(model, DistributedDataParallel) and not last:
         with model.no_sync():
             yield

@@ -1,7 +1,7 @@
 """Expert parallelism: data ranks hold different experts, and tokens travel to them and back (Lepikhin et al. 2020).
 
-An expert rank holds count / ranks experts of every routed layer; everything else is as data parallelism has it. Rows (a
-token and one of its experts, kernels/routed_mlp.py) are sorted by expert, so those for one rank are consecutive:
+An expert rank holds count / ranks experts of every routed layer; all other weights are data-parallel as usual. Rows (a
+token and one of its experts, kernels/routed_mlp.py) are sorted by expert, so the rows for one rank are consecutive:
 
 | | forward | backward |
 |---|---|---|
@@ -11,18 +11,19 @@ token and one of its experts, kernels/routed_mlp.py) are sorted by expert, so th
 | return | all-to-all of results, added up per token | all-to-all of the results' gradients |
 
 Dropless unless there is a capacity: loads may be uneven, an expert or a whole rank may get nothing, and one may get
-everything; a rank's memory follows what it receives. A capacity is of each rank's own tokens, so an expert gets at most
-ranks times that. Weights travel with the rows, so that results need not be kept for their gradient. The shared
-expert is computed while rows travel, and its backward while their gradients do: `_Depart` starts a transfer and
-`_Arrive` waits for it, and in backward the other way round, with the shared expert's nodes between them.
+everything; a rank's memory grows with the rows it receives. A capacity limits the rows of each sending rank, so an
+expert gets at most ranks times that. Routing weights travel with the rows, so that experts' results need not be saved
+for the weights' gradient. The shared expert is computed while rows travel, and its backward while their gradients do:
+`_Depart` starts a transfer and `_Arrive` waits for it, and in backward the other way round, with the shared expert's
+nodes between them.
 
-What a rank keeps more than one rank alone does: the rows it received, k · tokens · H in balance. What it sends in a
-layer, in elements: 2 k · tokens · H · (ranks − 1) / ranks forward, and as many backward.
+What a rank saves for backward beyond what a single rank saves: the rows it received, k · tokens · H elements if loads
+are balanced. Elements that it sends per layer: 2 k · tokens · H · (ranks − 1) / ranks forward, and as many backward.
 
 Gradients of experts are summed over the data ranks that hold the same ones (`expert_data`), by FSDP2 or, with
 `zero: 0`, by `sum_expert_gradients` once a step. With tensor parallelism each tensor rank sends the rows to the ranks
-that hold the same columns. Where there are context ranks, these and data ranks are expert ranks together. Limit: the
-host waits for the counts of every layer.
+that hold the same columns. Where there are context ranks, expert ranks are data and context ranks together. Limit: the
+host waits for the row counts of every layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ from tightfit.models.mlp import ExpertWeights
 from tightfit.parallel.mesh import ExpertAxes, expert_axes
 
 AXES = "expert_axes"
-"""Attribute of a decoder whose experts are split: the meshes of that."""
+"""Name of the attribute that holds the ExpertAxes of a decoder whose experts are split."""
 
 
 def split_experts(model: Decoder, mesh: DeviceMesh) -> None:
@@ -72,7 +73,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, ExpertWeights]]:
 
 
 def _split(axes: ExpertAxes, tensor: ParameterSplit | None, count: int) -> ParameterSplit:
-    """How one parameter of stacked experts is split, which tensor parallelism may have split already."""
+    """The split of one parameter of stacked experts; `tensor` is its split by tensor parallelism, if any."""
     if tensor is None:
         return ParameterSplit(mesh=axes.expert, grid=axes.grid, dim=0, size=count)
     outer = ParameterSplit(mesh=axes.expert, grid=axes.cuts, dim=0, size=count)
@@ -84,7 +85,7 @@ def _expert_cut(split: ParameterSplit) -> ParameterSplit:
 
 
 def expert_sharding(model: nn.Module) -> DeviceMesh | None:
-    """FSDP2's axes of the experts of `model`; None where they are sharded as everything else is."""
+    """The mesh over which FSDP2 shards the experts of `model`; None where it shards them like all other weights."""
     axes: ExpertAxes | None = vars(model).get(AXES)
     return None if axes is None else axes.sharding
 
@@ -97,7 +98,7 @@ def share_expert_axes(model: nn.Module, stage: nn.Module) -> None:
 
 @torch.no_grad()
 def sum_expert_gradients(model: nn.Module) -> None:
-    """With `zero: 0`, all-reduce experts' gradients over the ranks that hold the same. Once a step, after backward."""
+    """With `zero: 0`, all-reduce experts' gradients over ranks with the same experts. Once a step, after backward."""
     mesh = expert_sharding(model)
     if mesh is None or mesh.size() == 1:
         return
@@ -126,7 +127,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """In place of `ExpertWeights.forward`: this rank's tokens through the experts of all ranks."""
     trip, local = plan_trip(routing, group, experts.impl)
-    if routing.drops:  # fewer rows than there is room for
+    if routing.drops:  # the buffer has room for more rows than are sent
         routing = routing._replace(tokens=routing.tokens[: sum(trip.sent)])
     leaving = _Depart.apply(tokens, by_row(weights, routing), routing.tokens, routing.rows, trip)
     other = None if beside is None else beside()
@@ -137,20 +138,21 @@ def _forward(
 
 @dataclass
 class Trip:
-    """Rows on their way: how many go to and come from each expert rank, and what is in flight."""
+    """One exchange of rows between expert ranks: how many go to and come from each, and the transfers in flight."""
 
     group: dist.ProcessGroup
     sent: list[int]
-    """Rows for each rank, in its order."""
+    """Rows that this rank sends to each rank of `group`."""
     received: list[int]
-    """Rows from each rank."""
+    """Rows that this rank receives from each rank of `group`."""
     impl: Impl = "auto"
     """The implementation that adds up a token's rows."""
     pending: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
-    """Each transfer's work, and the tensors it reads and writes."""
+    """Of each transfer in flight: its work, the tensor it reads and the tensor it writes."""
 
     def start(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Begin to send rows x to where they go, or with `back` to where they came from; `wait` before reading."""
+        """Start to send rows x to their experts' ranks, or with `back` to where they came from. Returns the buffer of
+        the rows that arrive; `wait` before reading it."""
         leaving, arriving = (self.received, self.sent) if back else (self.sent, self.received)
         out = x.new_empty(sum(arriving), *x.shape[1:])
         if _is_fake(self.group):
@@ -161,7 +163,7 @@ class Trip:
         return out
 
     def wait(self) -> list[Tensor]:
-        """What has arrived, of all transfers begun."""
+        """Wait for all transfers in flight; returns the rows that arrived, in the order of the `start` calls."""
         arrived = []
         for work, _, out in self.pending:
             if work is not None:
@@ -172,19 +174,19 @@ class Trip:
 
 
 def plan_trip(routing: Routing, group: dist.ProcessGroup, impl: Impl = "auto") -> tuple[Trip, Routing]:
-    """Tell every rank how many rows it gets for each of its experts, and wait until the host knows.
+    """Exchange the number of rows per expert between ranks, and wait until the host knows them.
 
-    Also the routing of received rows to this rank's experts.
+    Returns the trip, and the routing of the received rows to this rank's experts.
     """
     ranks = group.size()
-    sent = routing.offsets.diff(prepend=routing.offsets.new_zeros(1)).view(ranks, -1)  # [ranks, their experts]
+    sent = routing.offsets.diff(prepend=routing.offsets.new_zeros(1)).view(ranks, -1)  # [ranks, experts of each]
     received = torch.empty_like(sent)
     if _is_fake(group):
         received.copy_(sent)
     else:
         dist.all_to_all_single(received, sent.contiguous(), group=group)
     rows = len(routing.tokens)
-    if isinstance(sent, FakeTensor):  # nobody knows them: in balance
+    if isinstance(sent, FakeTensor):  # which has no values: assume balanced loads
         to_ranks = from_ranks = [rows * (rank + 1) // ranks - rows * rank // ranks for rank in range(ranks)]
     else:
         to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
@@ -194,7 +196,7 @@ def plan_trip(routing: Routing, group: dist.ProcessGroup, impl: Impl = "auto") -
 
 
 def _is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether nobody answers: one rank that pretends, to be measured. Others then send what this rank sends them."""
+    """Whether `group` is torch's fake backend: one process, for measurements, that receives what it sends."""
     return bool(dist.get_backend(group) == "fake")
 
 
@@ -216,7 +218,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """Wait for rows and weights; backward starts to send their gradients home."""
+    """Wait for rows and weights; backward starts to send their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, by_row: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
@@ -229,11 +231,11 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor, d_by_row: Tensor) -> tuple[Tensor, Tensor, None]:
         ctx.trip.start(d_rows, back=True)
         ctx.trip.start(d_by_row, back=True)
-        return d_rows, d_by_row, None  # of the shape that autograd expects; `_Depart` takes what has arrived
+        return d_rows, d_by_row, None  # for autograd's shape check; `_Depart` returns the gradients that arrive
 
 
 class _Return(torch.autograd.Function):
-    """Send experts' results home and add up those of each token."""
+    """Send experts' results back and add up those of each token."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, tokens: Tensor, rows: Tensor, trip: Trip) -> Tensor:

@@ -1,9 +1,9 @@
 """Gathers sharded tensors whole onto the first process only.
 
 DTensor's `full_tensor` is a collective per tensor, which takes longer than a small model's step, and gives every rank
-the whole. Here ranks exchange descriptions of their shards; then each sends the first process, many shards per message,
-those that no earlier rank holds. At most `BATCH_BYTES` are in flight (or one tensor, if larger). Messages go through
-host memory.
+the whole tensor. Here ranks exchange descriptions of their shards; then each sends the first process the shards that no
+earlier rank holds, many per message. At most `BATCH_BYTES` are in flight (or one tensor, if larger). Messages go
+through host memory.
 """
 
 import math

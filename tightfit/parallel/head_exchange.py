@@ -8,8 +8,8 @@ Elements that a rank sends for t tokens of h query and k key heads of D channels
 
     (u − 1)/u · t · D · (2 h + 2 max(k, u))
 
-The volume per rank falls with u while a ring's does not. What it costs beside the wire: attention's output is kept
-twice, as attention made it and as it came back for the output projection.
+The volume per rank falls with u while a ring's does not. Its cost in memory: attention's output is saved twice, before
+the second all-to-all (for attention's backward) and after it (for the output projection's).
 """
 
 import torch

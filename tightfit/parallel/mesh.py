@@ -4,12 +4,12 @@ The axes, outermost first, are `AXES`: neighbours on the innermost axis are neig
 links. Only axes of more than one rank exist, except `data`, which always does. Gradients are summed, and ZeRO splits,
 over data and context ranks together: where there are context ranks, a second mesh has both axes as one, `data`; for
 hybrid sharding it is split in two, `replicate` over groups and `shard` inside them. A third mesh has the context axis
-split into `ring` and, inside it, `heads`. The mesh is made once and passed
-explicitly; no global holds it. Processes are torchrun's; its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) are
-read by torch.distributed alone. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are
-neighbours on the axis of data and context ranks: a mesh of their own has it split in `expert_data` (which hold the same
-experts) and `expert` (which hold different ones). Where tensor ranks form a mesh of their own (2D, 2.5D, 3D), it has
-the tensor axis split in `depth`, `row` and `column`.
+split into `ring` and, inside it, `heads`. The mesh is made once and passed explicitly; no global holds it. Processes
+are started by torchrun, or with its variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR), which `init_distributed` and
+torch.distributed read. `make_mesh` takes any initialised process group, a fake one too. Expert ranks are neighbours on
+the axis of data and context ranks: a mesh of their own has it split into `expert_data` (ranks that hold the same
+experts) and `expert` (ranks that hold different ones). Where tensor ranks form a mesh of their own (2D, 2.5D, 3D), it
+has the tensor axis split into `depth`, `row` and `column`.
 """
 
 import os
@@ -36,14 +36,15 @@ CONTEXT = ("ring", "heads")
 BLOCKS = ("depth", "row", "column")
 """The tensor axis of 2D, 2.5D and 3D tensor parallelism; a 2D mesh has a depth of 1."""
 SUBMESHES = "tightfit_sharding"
-"""Attribute of a mesh with its submeshes: torch lets no mesh have an axis both whole and split, and slices wrongly
-under fake tensors, so they are made once, with the mesh."""
+"""Name of the mesh attribute that holds its submeshes. They are made once, with the mesh: torch lets no mesh have an
+axis both whole and split, and slices a mesh wrongly under fake tensors."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 TIMEOUT = timedelta(minutes=10)
 """How long collectives wait; a rank that dies is noticed sooner."""
 LONG_TIMEOUT = timedelta(hours=6)
 """How long barriers wait while one process works alone: tokenizes a corpus, or writes a checkpoint."""
 LONG_WAIT_GROUP = "tightfit_patient"
+"""Name of the mesh attribute that holds the name of the group with LONG_TIMEOUT."""
 
 
 def make_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -74,7 +75,7 @@ def _block_axes(reducing: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
 
 
 def _reducing_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """The mesh with data and context as one axis, split in two for hybrid sharding; the mesh itself without either."""
+    """The mesh with data and context ranks on one axis (two for hybrid sharding); the mesh itself without either."""
     if layout.copies == 1 and layout.context == 1:
         return mesh
     summed = {"data": layout.reducing}
@@ -84,7 +85,7 @@ def _reducing_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 
 def _with_axes(mesh: DeviceMesh, changed: dict[str, dict[str, int]]) -> DeviceMesh:
-    """A mesh of the same ranks with other axes in the place of some."""
+    """A mesh of the same ranks in which the axes named in `changed` are replaced by others."""
     shape: dict[str, int] = {}
     for axis, degree in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
         shape |= changed.get(axis, {axis: degree})
@@ -92,7 +93,7 @@ def _with_axes(mesh: DeviceMesh, changed: dict[str, dict[str, int]]) -> DeviceMe
 
 
 def _expert_submeshes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
-    """Submeshes of experts: the expert axis, FSDP2's axes of experts, both, and all that split them without FSDP2."""
+    """Submeshes of experts: the expert axis, FSDP2's axes of experts, both (with tensor), and both without FSDP2's."""
     if layout.expert == 1:
         return {}
     copies = {"replicate": layout.copies} if layout.copies > 1 else {}
@@ -130,12 +131,12 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def pieces_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that have pieces of the same rows; None where rows are whole."""
+    """The group of ranks that have pieces of the same rows; None where rows are whole."""
     return mesh.get_group("context") if "context" in (mesh.mesh_dim_names or ()) else None
 
 
 def context_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup | None:
-    """The ranks of `ring` or of `heads`; None where there is one."""
+    """The group of axis `ring` or `heads`; None where that has one rank."""
     found: DeviceMesh | None = vars(mesh)[SUBMESHES].get(axis)
     return None if found is None else found.get_group()
 
@@ -238,7 +239,7 @@ def _init_process_group(backend: str) -> None:
 
 
 def _require_same_layout(layout: Layout) -> None:
-    """Checked before process groups are made: ranks of different layouts would wait for each other forever."""
+    """Raise a UserError where processes have different layouts: making process groups would then hang forever."""
     own = layout.model_dump()
     by_rank: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)

@@ -1,8 +1,8 @@
 """Pipeline parallelism: ranks hold consecutive layers, and micro-batches go through them one after another.
 
 A step's micro-batches are those that one process would accumulate. Every pipeline rank has the tokens, labels and
-documents of all of them; hidden states are sent forward from stage to stage and their gradients backward. The loss is
-summed over tokens and divided by the step's token count, so every schedule computes what one process would.
+documents of all micro-batches; hidden states are sent forward from stage to stage and their gradients backward. The
+loss is summed over tokens and divided by the step's token count, so every schedule computes what one process would.
 
 With data parallelism, gradients are summed over data ranks once a step, after the last micro-batch: here for `zero: 0`,
 by FSDP2 for `zero: 1`, which all-gathers weights at the first forward and keeps them to the end of the step. ZeRO-2 and
@@ -38,13 +38,13 @@ from tightfit.parallel.tensor import sum_partial_gradients
 
 BUCKET_BYTES = 64 * 2**20
 SPANS = "stage_spans"
-"""Attribute of a decoder with the spans of this rank's stages."""
+"""Name of the decoder attribute that holds the spans of this rank's stages."""
 TIED_WEIGHT = "embed.weight"
 OnPhase = Callable[[Phase], None]
 
 
 def take_stages(model: Decoder, mesh: DeviceMesh, layout: Layout, length: int) -> None:
-    """Drop the layers of other ranks from `model`, with stages balanced for `length` tokens; on the meta device."""
+    """Drop other ranks' layers from `model`, on the meta device; stages are balanced for rows of `length` tokens."""
     spans = spans_of(model.spec, layout, mesh.get_local_rank("pipeline"), length)
     drop_other_stages(model, spans)
     vars(model)[SPANS] = spans
@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
         self.scale = 1.0
         self._engines: dict[tuple[int, int, int], tuple[Any, list[BufferedStage]]] = {}
         self.recorded: list[TimedWork] | None = None
-        """Set to a list to record what this rank does when."""
+        """Set to a list to record when this rank runs each forward and backward."""
 
     @property
     def device(self) -> torch.device:
@@ -197,7 +197,7 @@ class Pipeline(nn.Module):
         return DecoderOutput(None, loss, None)
 
     def _send(self, span: StageSpan, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """To the next stage, unless this rank has that too, as at the bottom of a V."""
+        """Send `out` to the next stage, unless this rank has that stage too (at the bottom of a V); returns `out`."""
         next_rank = self.layout.rank_of_stage(span.index + 1)
         if next_rank != self.rank:
             for tensor in out:
@@ -205,7 +205,7 @@ class Pipeline(nn.Module):
         return out
 
     def _receive(self, span: StageSpan, tokens: Tensor, sent: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Of the stage before, or what this rank `sent` itself."""
+        """The output of the stage before: received, or `sent` where this rank has that stage too."""
         if span.is_first:
             return []
         rank_before = self.layout.rank_of_stage(span.index - 1)

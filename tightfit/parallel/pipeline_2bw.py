@@ -1,23 +1,23 @@
 """PipeDream-2BW: 1F1B that is not flushed between steps, with two versions of the weights.
 
-The micro-batches of step t + 1 follow those of step t without a gap, as if there were no steps: rank r of K goes
-forward with one micro-batch and backward with the one that came K − 1 − r before it. A step of M micro-batches is
-therefore complete on rank r only K − 1 − r backwards into the next one, when its forward passes have begun with
-weights that lack its gradients. All ranks take the weights of one update before, whether or not they could have newer
-ones, so that the whole model computes with one version:
+The micro-batches of step t + 1 follow those of step t without a gap, as if there were no steps: rank r of K alternates
+the forward of one micro-batch with the backward of the one K − 1 − r before it. A step of M micro-batches is therefore
+complete on rank r only K − 1 − r backward passes into the next step, whose first forward passes have then run with
+weights that lack its gradients. All ranks use the weights of one update earlier, even those that could have newer ones,
+so that the whole model computes with one version:
 
     w(t + 1) = w(t) − ν · ∇f(w(t − 1)),   w(0) = w(−1)
 
 Micro-batches in flight are of two steps at most (M ≥ K), so two versions are enough (weight_versions.py).
 
-Torch's schedules run one step: they clear what stages have in flight when one begins and wait for all of it before one
-ends. So the order, and the messages, are ours here; they are those of torch's `Schedule1F1B` in its steady state, where
-a send of one direction goes with the receive of the other, which NCCL needs so as not to deadlock. Torch's stage
-(pipeline_engine.py) still computes, and makes the operations to send and receive.
+Torch's schedules flush at every step: they clear the micro-batches in flight when a step begins and wait for all of
+them before it ends. So this file orders passes and messages itself, as torch's `Schedule1F1B` does in its steady state:
+a send in one direction is batched with the receive from the other, without which NCCL would deadlock. Torch's stage
+(pipeline_engine.py) still runs the passes and makes the send and receive operations.
 
-A step's gradients are complete at other times on other ranks, and clipping wants the norm over all: they wait beside
-those of the next step until every rank has finished (train/buffered_steps.py). The two ends of a model with tied
-embeddings exchange its gradients over a group of their own, since their messages pass those of the schedule.
+Ranks complete a step's gradients at different times, and clipping needs the norm over all ranks: the gradients are kept
+beside those of the next step until every rank has finished (train/buffered_steps.py). With tied embeddings the first
+and the last stage exchange the weight's gradients over a group of their own, as these messages overtake the schedule's.
 Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training".
 """
 
@@ -51,14 +51,14 @@ class StepInFlight:
     """A step with micro-batches that have not gone backward yet, or gradients that are not yet summed."""
 
     weights: Version
-    """What its micro-batches compute with."""
+    """The version of the weights that its micro-batches compute with."""
     left: int
-    """Micro-batches to go backward with."""
+    """Micro-batches whose backward is still to come."""
 
 
 @dataclass
 class _Gradients:
-    """Gradients of a tied embedding on their way between the two ends of a model."""
+    """Gradients of a tied embedding while the first and the last stage exchange them."""
 
     own: Tensor
     received: Tensor
@@ -86,7 +86,7 @@ class TwoVersionPipeline(Pipeline):
         self.in_flight: deque[tuple[StepInFlight, int]] = deque()
         """Micro-batches that have gone forward, with the step they belong to."""
         self.before: StepInFlight | None = None
-        """The last step that was entered, while it is not complete."""
+        """The step entered last, until its gradients are complete."""
         self._forward_sends: list[dist.P2POp] = []
         self._backward_sends: list[dist.P2POp] = []
         self._tied: _Gradients | None = None
@@ -102,7 +102,7 @@ class TwoVersionPipeline(Pipeline):
 
     @property
     def behind(self) -> int:
-        """Micro-batches between a forward and the backward after it."""
+        """By how many micro-batches a backward lags the forward before it: K − 1 − r."""
         return self.layout.pipeline - 1 - self.rank
 
     def enter(
@@ -113,7 +113,7 @@ class TwoVersionPipeline(Pipeline):
         on_phase: OnPhase,
         on_complete: Callable[[], None],
     ) -> Tensor:
-        """Forward of a step's micro-batches, and backward of as many that came before them.
+        """Run the step's forward passes, each followed by the backward of the micro-batch that is due by then.
 
         Returns the step's mean loss on the rank of the last stage, 0 on the others. `on_complete` is called when the
         gradients of the step before are complete.
@@ -136,7 +136,7 @@ class TwoVersionPipeline(Pipeline):
         return torch.zeros((), device=self.device) if mean is None else mean.float()
 
     def drain(self, on_complete: Callable[[], None]) -> None:
-        """Backward of what is in flight; the newest weights are in use after the update that follows."""
+        """Run backward of all micro-batches in flight; the update that follows puts the newest weights in use."""
         _exchange(self._backward_sends)
         self._backward_sends = []
         (engine,) = self._engines.values()
@@ -188,7 +188,8 @@ class TwoVersionPipeline(Pipeline):
         on_complete()
 
     def _send_tied(self) -> None:
-        """The last stage is done first, and goes on; the first stage has what it sent at once."""
+        """Exchange a tied embedding's gradients. The last stage, which completes a step first, does not wait; the first
+        stage does, and finds the last stage's already sent."""
         if self._tied_group is None:
             return
         own = self.decoder.embed.weight.grad

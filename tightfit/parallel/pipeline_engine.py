@@ -7,8 +7,8 @@ underscore), checked against torch 2.11, 2.13 and 2.15, which frees buffers itse
 
 Schedules, for K ranks and M micro-batches: `gpipe` (with M = 1 the naive pipeline), `1f1b` (gpipe where M < K),
 `interleaved`, `zero-bubble` (ZB-H1: backward for inputs first, backward for weights where a rank would idle) and `zb-v`
-(the same with two stages a rank, placed in a V: the first rank has the first stage and the last). `2bw` is 1F1B that
-goes on over the ends of steps, which pipeline_2bw.py runs.
+(the same with two stages a rank, placed in a V: the first rank has the first stage and the last). `2bw` is 1F1B without
+a flush between steps, which pipeline_2bw.py runs.
 """
 
 import copy
@@ -64,10 +64,11 @@ class BufferedStage(PipelineStage):
         """Keeps the autograd graph alive, by micro-batch, between backward for inputs and backward for weights."""
         self.on_phase: Callable[[Phase], None] = lambda phase: None
         self.record: list[TimedWork] | None = None
-        """Appended to where set."""
+        """The list that every forward and backward is recorded in; None records nothing."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without those to this rank itself, which torch 2.11 sends in a V: gloo connects no rank to itself."""
+        """Torch's messages that connect neighbours, but for those to this rank itself, which torch 2.11 has in a V:
+        gloo connects no rank to itself."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +123,7 @@ class BufferedStage(PipelineStage):
                 _free_buffer(info)
 
     def outputs(self, micro_batch: int) -> tuple[Any, ...]:
-        """What forward made of a micro-batch; torch 2.15 has edges of the graph in place of tensors that were sent."""
+        """A micro-batch's outputs of forward; torch 2.15 keeps graph edges in place of tensors already sent."""
         kept: Any = vars(self)
         if "fwd_cache" in kept:
             return tuple(kept["fwd_cache"][micro_batch][0])
@@ -151,10 +152,10 @@ class BufferedStage(PipelineStage):
 
 
 def _graph_owner(output: Any) -> Any:
-    """What keeps the graph behind an output alive: a node, or the edge that stands for the output.
+    """The object that keeps the graph behind an output alive: its node, or the edge that stands for the output.
 
-    Nodes of Python autograd functions do not keep themselves alive, and torch drops what does between backward for
-    inputs and backward for weights.
+    Nodes of Python autograd functions do not keep themselves alive, and between backward for inputs and backward for
+    weights torch drops the tensors that do.
     """
     if not isinstance(output, Tensor):
         return output

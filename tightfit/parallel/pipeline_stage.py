@@ -3,8 +3,8 @@
 A decoder with some of its layers is still a Decoder with the same names (`layers.7.…` is layer 7 on every rank), so
 levers, optimizers and checkpoints work on it as on a whole one. The first stage has the embedding, the last one the
 final norm, the output projection and the loss. With tied embeddings both hold a copy of the weight, and pipeline.py
-sums their gradients. Every stage builds rope tables and masks itself: all ranks have tokens and documents anyway, which
-are smaller than what would be sent.
+sums their gradients. Every stage builds rope tables and masks itself, from tokens and documents, which all ranks have:
+sending the tables would take more bytes.
 """
 
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ class Stage(nn.Module):
         return self._with_auxiliary(model.loss(model.norm(x), labels, self.divisor), auxiliary, self.counted[number])
 
     def _with_auxiliary(self, loss: Tensor, auxiliary: Tensor | None, counted: int) -> Tensor:
-        """The loss to differentiate, with that of routed layers; `mean`, which is reported, leaves it out."""
+        """The loss to differentiate, with routed layers' auxiliary losses; `mean`, which is reported, is without."""
         self.mean = loss.detach() if self.mean is None else self.mean + loss.detach()
         if auxiliary is None or self.divisor is None:
             return loss
@@ -124,7 +124,8 @@ class Stage(nn.Module):
 
 
 def stage_outputs(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What a stage sends on for one micro-batch of whole rows, as meta tensors: what this rank has of the stream."""
+    """Meta tensors like those that a stage sends to the next for one micro-batch of whole rows: this rank's part of the
+    residual stream, and for MoE the auxiliary losses."""
     shape = _stream_shape(layout, rows, layout.local_length(length), spec.hidden_size)
     stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     if spec.experts is None:
@@ -133,7 +134,7 @@ def stage_outputs(spec: ModelSpec, layout: Layout, rows: int, length: int, dtype
 
 
 def _stream_shape(layout: Layout, rows: int, length: int, hidden_size: int) -> tuple[int, int, int]:
-    """Of the residual stream: whole, some tokens of it, or a block on a mesh of tensor ranks."""
+    """Shape of this rank's part of the residual stream: whole, some tokens, or a block on a mesh of tensor ranks."""
     if layout.tensor_mesh != "1d":
         return -(-rows // layout.row_parts), length, hidden_size // layout.tensor_axes[2]
     if layout.tensor > 1 and layout.sequence_parallel:

@@ -35,13 +35,13 @@ class Ranks:
     process: int = 0
     processes: int = 1
     pieces: int = 1
-    """Ranks that have a piece of every row each."""
+    """Number of ranks that every row is split over."""
     pieces_group: dist.ProcessGroup | None = None
     stages: int = 1
     """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
     long_wait_group: dist.ProcessGroup | None = None
-    """All processes, with a timeout of hours."""
+    """Group of all processes, with a timeout of hours."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> "Ranks":
@@ -75,7 +75,7 @@ class Ranks:
         return _summed(tensor, self.world, self.group)
 
     def sum_pieces(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that have pieces of the same rows; without, the tensor itself."""
+        """The sum over the ranks that have pieces of the same rows; where rows are whole, the tensor itself."""
         return _summed(tensor, self.pieces, self.pieces_group)
 
     def sum_over_batch(self, tensor: Tensor) -> Tensor:
@@ -155,18 +155,18 @@ def _summed(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tens
 
 
 class LateMax:
-    """`Ranks.max` of what was given one call before: nobody waits for ranks that come later."""
+    """`Ranks.max` of the values of the call before, so that no rank waits for slower ones."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.device_type = ranks.device_type
-        self._given: tuple[Tensor, dist.Work] | None = None
+        self._in_flight: tuple[Tensor, dist.Work] | None = None
 
     def __call__(self, value: int) -> int:
-        """0 at first."""
-        before, given = self._given, torch.tensor(value, device=self.device_type)
-        work = dist.all_reduce(given, dist.ReduceOp.MAX, async_op=True)
+        """Start the maximum of `value`; returns that of the call before, 0 at first."""
+        before, largest = self._in_flight, torch.tensor(value, device=self.device_type)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
-        self._given = given, work
+        self._in_flight = largest, work
         if before is None:
             return 0
         before[1].wait()

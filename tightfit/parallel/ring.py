@@ -1,6 +1,6 @@
 """Ring attention: keys and values go round the ranks while each attends with its own queries (Liu et al. 2023).
 
-Ring rank i of r has pieces i and 2r − 1 − i of every row's 2r (row_split.py). Of what arrives from rank j it needs
+Ring rank i of r has pieces i and 2r − 1 − i of every row's 2r (row_split.py). Of the keys of rank j it attends to
 
 | from | queries | keys |
 |---|---|---|
@@ -8,19 +8,19 @@ Ring rank i of r has pieces i and 2r − 1 − i of every row's 2r (row_split.py
 | j < i | all | the first piece, wholly |
 | j > i | the second piece | all, wholly |
 
-which is as much work for each j and every rank. What is seen of a part is told to kernels/partial_attention.py as the
-first key of every query, so windows and packed documents hold across ranks. Outputs are joined by their logsumexp in
-float32. The next keys and values arrive while those at hand are attended to.
+which is as much work for each j and every rank. kernels/partial_attention.py gets the first key that each query sees of
+a part, so windows and packed documents hold across ranks. Outputs are joined by their logsumexp in float32. The next
+keys and values are received while attention to the current ones runs.
 
-Backward sends keys and values round once more. Their gradients follow a step behind, summed in float32: they begin at
-the rank after their owner and come home after r − 1 sends, each on its way while the next part is computed.
+Backward sends keys and values round once more. Their gradients follow one step behind, summed in float32: the sum
+begins at the rank after the owner and reaches the owner after r − 1 sends, each overlapped with the next part's
+computation.
 
 Elements that a rank sends for t tokens of k key heads of D channels: forward 2 (r − 1) t k D; backward as many, and as
 many float32.
 
-The whole ring is one operator, so that selective checkpointing keeps its result as it does that of other attention, and
-simulations take it as one step: what it allocates while it runs is declared in `_forward_scratch` and
-`_backward_scratch`.
+The whole ring is one operator, so that selective checkpointing saves its result as that of any attention, and
+simulations take it as one step: `_forward_scratch` and `_backward_scratch` declare its workspace.
 """
 
 from collections.abc import Iterator
@@ -35,8 +35,6 @@ from tightfit.kernels.flash_attention import attend_and_save, fake_attended, lik
 from tightfit.kernels.join_parts import add_rows, join_
 from tightfit.kernels.operators import operator
 from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
-
-"""Bytes of a float32."""
 
 
 def ring_attention(
@@ -57,7 +55,7 @@ def ring_attention(
 
 
 class Region(NamedTuple):
-    """What of a rank's queries and of another's keys attend to each other."""
+    """Queries from `queries_from` on of one rank, and keys up to `keys_to` of another, that attend to each other."""
 
     queries_from: int
     keys_to: int
@@ -65,7 +63,7 @@ class Region(NamedTuple):
 
 
 def region_of(rank: int, source: int, length: int) -> Region:
-    """What attends between queries on ring rank `rank` and keys from `source`, each with `length` tokens of a row."""
+    """The region of the queries of ring rank `rank` and the keys of rank `source`, each `length` tokens of a row."""
     if source == rank:
         return Region(0, length, causal=True)
     if source < rank:
@@ -74,7 +72,7 @@ def region_of(rank: int, source: int, length: int) -> Region:
 
 
 def _part(first: Tensor | None, region: Region, source: int, ring: int, length: int, scale: float, cap: float) -> Part:
-    """The region as a kernel takes it: a query's first key counted among those that arrived from `source`."""
+    """The region as kernels take it: each query's first key becomes an index into the keys of `source`."""
     part = Part(scale, softcap=cap or None, causal=region.causal, keys=region.keys_to)
     if first is None:
         return part
@@ -85,7 +83,7 @@ def _part(first: Tensor | None, region: Region, source: int, ring: int, length: 
 
 
 class _Ring:
-    """This rank's place in the ring, and what it hands on."""
+    """This rank's place in the ring, and its messages to the next rank."""
 
     def __init__(self, group_name: str) -> None:
         resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -93,7 +91,7 @@ class _Ring:
         self.size, self.rank = self.group.size(), self.group.rank()
 
     def pass_round(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Ranks and their tensors like `own`, this rank's first; the next one arrives while one is at hand."""
+        """Yield every rank and its tensor like `own`, this rank's first; the next is received while one is in use."""
         held = own
         del own
         for step in range(self.size):
@@ -106,7 +104,8 @@ class _Ring:
             held = arriving
 
     def hand_on(self, held: Tensor) -> tuple[Tensor, list[Any]]:
-        """Begin to send `held` to the next rank; what the one before sends, once the work is waited for."""
+        """Start to send `held` to the next rank and to receive from the one before; returns the receive buffer, valid
+        after waiting for the works."""
         arriving = torch.empty_like(held)
         operations = [
             dist.P2POp(dist.isend, held, group=self.group, group_peer=(self.rank + 1) % self.size),
@@ -116,9 +115,10 @@ class _Ring:
 
 
 class _RowSums:
-    """Rows of this rank's queries, to which every step adds: as the first made them, float32, as the last rounds them.
+    """The sum over the ring's steps for each of this rank's queries: attention joined, or dQ added.
 
-    The first ring rank adds to its second piece alone, and the others begin with all rows (see the table above).
+    The first step's result is taken as it is, sums in between are float32, and the last step rounds. On ring rank 0 all
+    later steps add to the second piece alone; on the others the first of them adds to all rows (see the table above).
     """
 
     def __init__(self, ring: _Ring, first: Tensor) -> None:
@@ -127,7 +127,7 @@ class _RowSums:
         self.result: Tensor | None = first
 
     def next(self, start: int) -> tuple[Tensor, Tensor]:
-        """What the rows from `start` on sum up to, and where their sum with this step's goes."""
+        """The sum so far of the rows from `start` on, and the tensor to write it to with this step's added."""
         self.step, self.start = self.step + 1, start
         before = self.sums[:, :, start - self.offset :]
         if self.step == self.last_step:
@@ -140,7 +140,7 @@ class _RowSums:
         return before, self.sums[:, :, start - self.offset :]
 
     def total(self) -> Tensor:
-        """After the last step, with rows that it did not add to."""
+        """All rows after the last step, also those that it did not add to."""
         assert self.result is not None
         if self.offset == 0 and self.result is not self.sums:
             self.result[:, :, : self.start].copy_(self.sums[:, :, : self.start])
@@ -169,7 +169,7 @@ def _run(
 
 
 class _KeyGradients:
-    """Gradients of keys and values, summed on their way round the ring, one step behind what they are of."""
+    """Gradients of keys and values, summed on their way round the ring, one step behind the keys and values."""
 
     def __init__(self, ring: _Ring) -> None:
         self.ring = ring
@@ -178,7 +178,7 @@ class _KeyGradients:
         self.works: list[Any] = []
 
     def add(self, d_key: Tensor, d_value: Tensor, like: Tensor, region: Region) -> None:
-        """What this rank found for the keys at hand (`like` them), added to what ranks before it have."""
+        """Add this rank's gradients of the current keys and values (`like` them) to earlier ranks' sum; send it on."""
         if self.own is None:
             self.own = d_key, d_value
             return
@@ -224,7 +224,7 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring, length = _Ring(group), query.shape[2]
     d_query, key_gradients = None, _KeyGradients(ring)
-    denominators: dict[int, Tensor] = {}  # by the first query, as kernels take no strides of them
+    denominators: dict[int, Tensor] = {}  # by first query: contiguous copies, as kernels take no strides of them
     for source, held in ring.pass_round(torch.stack([key, value])):
         region = region_of(ring.rank, source, length)
         part = _part(first, region, source, ring.size, length, scale, softcap)
@@ -252,15 +252,15 @@ def _fake_backward(_: Tensor, query: Tensor, key: Tensor, *__: Any) -> tuple[Ten
 
 
 def _forward_scratch(query: Tensor, key: Tensor, *_: Any) -> int:
-    """Keys and values at hand and arriving; beside the result a part's output and, of 16 bits, the float32 sum."""
+    """Bytes: keys and values, current and arriving; a part's output and, for 16-bit results, the float32 sum."""
     narrow = query.element_size() < FLOAT32_BYTES
     return 4 * key.numel() * key.element_size() + query.numel() * (query.element_size() + FLOAT32_BYTES * narrow)
 
 
 def _backward_scratch(d_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
-    """Keys and values at hand and arriving; gradients of them (own, and float32 at hand and arriving) and of queries.
+    """Bytes: keys and values, current and arriving; their gradients (own; float32, current and arriving); dQ's sum.
 
-    And what fused attention's backward takes (memory/cuda_rules.py): dQ in float32, and dK and dV of every head.
+    And the workspace of fused attention's backward (memory/cuda_rules.py): dQ in float32, dK and dV per query head.
     """
     grouped = query.shape[1] != key.shape[1]
     kernel_bytes = query.numel() * (FLOAT32_BYTES + 2 * query.element_size() * grouped)

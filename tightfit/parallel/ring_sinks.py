@@ -5,8 +5,8 @@ on one rank (kernels/sink_attention.py):
 
     L' = log(e^L + e^s),   O' = e^(L − L') O,   ds = −Σ_rows e^(s − L') D,   D = Σ dO' · O'
 
-and the ring's backward is called with O' and L' in the place of O and L. A rank's gradient of s is of its own queries;
-ranks' gradients are summed with those of all other weights.
+and the ring's backward is called with O' and L' in the place of O and L. A rank's gradient of s covers its own queries;
+it is summed over ranks with the gradients of all other weights.
 """
 
 from typing import Any

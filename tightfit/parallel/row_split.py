@@ -1,9 +1,9 @@
 """RowSplit: which tokens of every row a context rank has.
 
-Ranks that exchange heads have consecutive tokens. Round a ring causal attention would leave the first ranks with little
-to do, so rows are cut into two pieces per ring rank and dealt out from both ends (zigzag): ring rank i of r has pieces
-i and 2r − 1 − i, and as many pairs of queries and keys as every other. Where both are used, the ranks that exchange
-heads share their ring rank's two pieces, in order.
+Ranks that exchange heads have consecutive tokens. In a ring, consecutive tokens would leave the first ranks little work
+in causal attention, so rows are cut into two pieces per ring rank and dealt out from both ends (zigzag): ring rank i of
+r has pieces i and 2r − 1 − i, and as many pairs of queries and keys as every other. Where both are used, the ranks that
+exchange heads share their ring rank's two pieces, in order.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""FSDP2's groups: the parameters that are all-gathered together, and the module before whose forward that happens.
+"""FSDP2's groups: parameters that are all-gathered together, before the forward of the group's module.
 
-Who changes shards from outside (optimizer states and weights on the host) must tell FSDP2 where a shard lies now, and
-make its all-gather wait for a shard that is still being updated. Torch has no public way to do either, so this file
-has all of its private names that we use, which are those of torch 2.11 to 2.15.
+Offload, which moves shards of weights and optimizer states, must tell FSDP2 where a shard lies now, and make its
+all-gather wait for a shard that is still being updated. Torch has no public way to do either; all private names of
+FSDP2 that we use are in this file, and are those of torch 2.11 to 2.15.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,14 +29,14 @@ class ShardGroup:
         return [each.sharded_param for each in self.torch_group.fsdp_params]
 
     def relocated(self, parameter: Tensor) -> None:
-        """FSDP2 all-gathers `parameter` from where its shard lies now."""
+        """Make FSDP2 all-gather `parameter` from where its shard lies now."""
         self._torch_parameter(parameter).reset_sharded_param()
 
     def _torch_parameter(self, parameter: Tensor) -> Any:
         return next(each for each in self.torch_group.fsdp_params if each.sharded_param is parameter)
 
     def release(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        """Free a parameter's shard, which `bind` will give another place."""
+        """Free the memory of a parameter's shard, to which `bind` will give other memory."""
         assert is_shard(parameter)
         replace_local(parameter, torch.empty((), dtype=dtype, device=device).expand(local(parameter).shape))
         self._torch_parameter(parameter)._sharded_param_data = torch.empty(0, dtype=dtype, device=device)
@@ -46,7 +46,7 @@ class ShardGroup:
         return int(self._torch_parameter(parameter).padded_sharded_param_size.numel())
 
     def bind(self, parameter: Tensor, memory: Tensor) -> None:
-        """FSDP2 gathers `parameter` from `memory`, which has `padded_elements`, from now on."""
+        """Make `memory`, of `padded_elements`, the shard of `parameter` that FSDP2 all-gathers from now on."""
         assert is_shard(parameter)
         torch_parameter, rows = self._torch_parameter(parameter), local(parameter).shape[0]
         replace_local(parameter, memory.view(torch_parameter.padded_sharded_param_size)[:rows])
@@ -70,27 +70,27 @@ class ShardGroup:
         group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
 
     def widen_when_done(self) -> None:
-        """Widen whole gradients to which others will be added when all of the group's are there.
+        """Cast unsharded gradients to float32, for later micro-batches to add to, only when the whole group has them.
 
-        So do torch 2.11 to 2.14. Torch 2.15 widens each as it is made, so that in a first backward the layer at work
-        and the root (the output projection) have float32 ones beside the activations of all micro-batches.
+        Torch 2.11 to 2.14 do so. Torch 2.15 casts each as it is computed, so that in the first backward the layer at
+        work and the root (the output projection) have float32 ones beside the activations of all micro-batches.
         """
         group, set_dtypes = self.torch_group, getattr(self.torch_group, "_set_unsharded_grad_dtypes", None)
         if set_dtypes is None:
             return
 
         def set_dtypes_later(defer_upcast: bool) -> None:
-            set_dtypes(defer_upcast)  # with False, when the group is done, it widens those that are there
+            set_dtypes(defer_upcast)  # with False, when the group is done, FSDP2 casts the existing gradients
             for each in group._fsdp_params_with_wider_grad_dtype if defer_upcast else ():
                 if each.sharded_param.requires_grad:
-                    each._unsharded_param.grad_dtype = None  # that of whatever backward makes
+                    each._unsharded_param.grad_dtype = None  # keep the dtype in which backward computes it
 
         group._set_unsharded_grad_dtypes = set_dtypes_later
 
     def gather_after(self, event: torch.cuda.Event | None) -> None:
         """The next all-gather begins after `event`."""
         streams = self.torch_group.comm_ctx
-        if event is not None and hasattr(streams, "all_gather_stream"):  # made before the first forward pass
+        if event is not None and hasattr(streams, "all_gather_stream"):  # FSDP2 makes it in the first forward pass
             streams.all_gather_copy_in_stream.wait_event(event)
             streams.all_gather_stream.wait_event(event)
 
@@ -107,16 +107,16 @@ def shard_groups(module: nn.Module) -> Iterator[ShardGroup]:
 
 
 def settle_shards(module: nn.Module) -> None:
-    """Have FSDP2 pad shards now that they have memory, and not in its first forward pass: who holds them by then (an
-    optimizer) would hold what it has given up. It does so itself in modules that `to_empty` passes through, which
-    pipeline stages around a decoder are not."""
+    """Make FSDP2 pad shards now that they have memory, and not in its first forward pass: an optimizer made in between
+    would hold memory that FSDP2 has given up. FSDP2 pads by itself in modules that `to_empty` passes through, but
+    pipeline stages around a decoder are not among these."""
     for group in shard_groups(module):
         for each in group.torch_group.fsdp_params:
             each.reset_sharded_param()
 
 
 class Shards:
-    """Where the shards of a model's parameters lie; plain parameters are their own."""
+    """Moves the shards of a model's parameters; a plain parameter is its own shard."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self.groups = [] if module is None else list(shard_groups(module))

@@ -65,7 +65,7 @@ CUTS = (
 """The dimension that each parameter is split along; others are replicated."""
 ALWAYS_PARTIAL = r"\.(q_norm|k_norm|router|shared_gate)\.|\.experts\.down_bias$"
 LARGE_GRADIENT = 2**20
-"""Numbers; a message of more gains nothing from being joined with others."""
+"""Elements; a larger gradient gains nothing from sharing a message with others."""
 PARTIAL_BY_TOKENS = r"norm\.|\.(o|down)\.bias$"
 
 
@@ -124,7 +124,7 @@ class Exchange:
         return y if bias is None else y + bias
 
     def enter_tile(self, x: Tensor, length: int) -> Tensor:
-        """`enter` of a tile of rows of `length` tokens, whose input nobody keeps (levers/tiling.py)."""
+        """`enter` of a tile of rows of `length` tokens, whose input is not saved for backward (levers/tiling.py)."""
         return self.enter(x)
 
     def leave_tile(self, y: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,7 +153,7 @@ class SequenceExchange(Exchange):
     shard: Tensor | None = None
     gathered: Tensor | None = None
     latest: FreedInput | None = None
-    """The last block's of this forward pass."""
+    """Input of the last block so far in this forward pass."""
 
     def start(self) -> None:
         """Called before the first layer of a forward pass."""
@@ -210,7 +210,7 @@ def tokens_per_rank(rows: int, length: int, ranks: int) -> int:
 
 
 def _hook(model: Decoder, exchange: Exchange, rows: VocabularyRows) -> None:
-    """Register the collectives on the modules of `model` (of which a pipeline may have left some layers only)."""
+    """Register the collectives on the modules of `model`, which in a pipeline has this rank's layers only."""
     positions = model.spec.rope is None
     model.impl = replace(model.impl, vocabulary=rows)
     if model.embed is not None:
@@ -288,7 +288,7 @@ def _leave(exchange: Exchange, out: nn.Linear | None, _: nn.Module, args: Any, o
 
 @torch.no_grad()
 def sum_partial_gradients(model: nn.Module) -> None:
-    """All-reduce partial gradients over the axes that have parts of them. Once a step, after the last backward."""
+    """All-reduce each partial gradient over the axes it is partial over. Once a step, after the last backward."""
     by_axis: dict[DeviceMesh, list[Tensor]] = {}
     for axis, gradient in _partial_gradients(model):
         by_axis.setdefault(axis, []).append(gradient)
@@ -309,7 +309,7 @@ def _sum_together(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one dtype that are copied into a message together; large ones go alone, without a copy."""
+    """Buckets of one dtype each, copied into one message; a large gradient is a bucket alone, sent without a copy."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel() > LARGE_GRADIENT:

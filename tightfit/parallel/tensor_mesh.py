@@ -1,7 +1,7 @@
 """2D, 2.5D and 3D tensor parallelism: weights and activations are both cut in blocks over a mesh of tensor ranks.
 
-The residual stream is cut by rows over `depth` and `row` ranks and by hidden size over `column` ranks, so that of
-activations and weights alike no rank holds more than its block. Products send blocks:
+The residual stream is cut by rows over `depth` and `row` ranks and by hidden size over `column` ranks, so that no rank
+holds more than its block of any activation or weight. Matrix products exchange blocks:
 
 | | mesh | product | a rank's weights | its activations |
 |---|---|---|---|---|
@@ -14,15 +14,15 @@ some rows and some heads of the micro-batch, so attention is local; on a 3d mesh
 `row` ranks there, as its products exchange both axes. Norms combine sums over `column` ranks (split_norm.py).
 
 Embedding and output projection have vocabulary along `row` and hidden size along `column`. A rank looks up its rows of
-the table for the tokens of all `row` ranks, which are summed onto the rank that has them. For the loss hidden states
-are exchanged so that a rank has whole ones of the tokens of its `column`, and the projection's columns are gathered:
-the fused loss (kernels/vocab_parallel.py) then combines statistics over `row` ranks.
+the table for the tokens of all `row` ranks; a reduce-scatter sums them onto the ranks that have these tokens. For the
+loss an all-gather and an all-to-all give each rank whole hidden states for the tokens of its `column`, and the
+projection's columns are all-gathered: the fused loss (kernels/vocab_parallel.py) combines statistics over `row` ranks.
 
-Gradients of copies are partial and summed once a step (tensor.py). With fewer key heads than ranks along heads, keys
-and values are gathered and each rank takes the head its queries use. Fewer rows than parts (the last batch of an
-evaluation) are filled up with rows that do not count. Refused, with reasons, in jobs/rules/tensor_mesh.py: routed
-layers, latent attention, tiles. A pipeline's stages send blocks of the residual stream, each rank to the one at its
-place in the next mesh; context ranks cut rows before a mesh deals them out, and attend together (context.py).
+Gradients of replicated parameters are partial and summed once a step (tensor.py). With fewer key heads than ranks along
+heads, keys and values are all-gathered and each rank takes the head its queries use. Fewer rows than parts (the last
+batch of an evaluation) are filled up with rows that do not count. Refused, with reasons, in jobs/rules/tensor_mesh.py:
+routed layers, latent attention, tiles. A pipeline's stages send blocks of the residual stream, each rank to the one at
+its place in the next stage's mesh. Rows are first cut over context ranks, then split over each mesh (context.py).
 """
 
 import re
@@ -57,7 +57,7 @@ from tightfit.models.norm import LayerNorm
 from tightfit.parallel.mesh import BlockAxes, block_axes
 
 Dims = tuple[int | None, int | None, int | None]
-"""The dimension of a parameter that depth, row and column ranks split; None where they have copies."""
+"""The dimension of a parameter that each of depth, row and column ranks splits; None where these have copies."""
 FLAT_CUTS: tuple[tuple[str, Dims], ...] = (
     (r"^(embed|head)\.weight$", (None, 0, 1)),
     (r"^positions\.weight$", (None, None, 1)),
@@ -122,7 +122,7 @@ def _cut(model: nn.Module, name: str, split: BlockSplit) -> None:
 
 @dataclass(frozen=True)
 class Blocks:
-    """This rank's place in the mesh, and its products with others."""
+    """This rank's place in the mesh, and the matrix products that it computes with the other ranks."""
 
     axes: BlockAxes
     cube: bool
@@ -133,16 +133,16 @@ class Blocks:
         return self.axes.row if self.cube else self.axes.column
 
     def part(self, axis: DeviceMesh) -> int:
-        """Number of this rank's part of the rows, which `axis` splits inside depth ranks."""
+        """Index of this rank's part of the rows, which are split over depth ranks and, inside those, over `axis`."""
         return self.axes.depth.get_local_rank() * axis.size() + axis.get_local_rank()
 
     @property
     def parts(self) -> int:
-        """Parts that rows are cut in."""
+        """Number of parts that rows are cut into."""
         return self.axes.depth.size() * self.axes.row.size()
 
     def project(self, x: Tensor, linears: tuple[nn.Linear, ...], *, leaving: bool) -> tuple[Tensor, ...]:
-        """x times every weight, plus its bias; `leaving` attention or an MLP for the residual stream, or entering."""
+        """x times the transpose of every weight, plus its bias; `leaving`: the projection out of attention or MLP."""
         weights = tuple(linear.weight for linear in linears)
         row, column = self.axes.row.get_group(), self.axes.column.get_group()
         if self.cube:
@@ -155,15 +155,15 @@ class Blocks:
         return tuple(y if bias is None else y + bias for y, bias in zip(found, biases, strict=True))
 
     def columns(self, weight: Tensor) -> Tensor:
-        """An embedding's rows with the columns that this rank's `column` has of them."""
+        """This rank's rows of a vocabulary matrix, with all columns of its `column`: a 3d mesh splits them by depth."""
         return all_gather_columns(weight, self.axes.depth.get_group()) if self.cube else weight
 
 
 def _use_blocks(model: Decoder, blocks: Blocks) -> None:
-    """Replace what decoder and layers do with whole tensors."""
+    """Replace the methods of decoder and layers that need whole tensors by those for blocks."""
     whole = MeshDecoder(model, blocks)
     own: Any = vars(model)
-    # Of the module: FSDP2 gathers the shards of an untied embedding around its forward.
+    # The module's own forward is replaced: FSDP2 all-gathers the shards of an untied embedding around it.
     if model.embed is not None:
         vars(model.embed)["forward"] = partial(_embed, model, blocks)
     own["token_positions"] = whole.token_positions
@@ -190,7 +190,7 @@ def _use_in_attention(attention: Any, blocks: Blocks, kv_heads: int) -> None:
 
 
 def _embed(model: Decoder, blocks: Blocks, tokens: Tensor) -> Tensor:
-    """This rank's columns of its words, and zeros for the others."""
+    """This rank's columns of the embeddings of tokens in its vocabulary rows; zeros for other tokens."""
     rows = model.impl.vocabulary
     assert rows is not None
     return embed_own_rows(tokens, blocks.columns(model.embed.weight), rows)
@@ -228,7 +228,7 @@ def _mlp(mlp: Mlp, blocks: Blocks, x: Tensor) -> tuple[Tensor, None]:
 
 @dataclass(frozen=True)
 class MeshDecoder:
-    """What a decoder does with whole rows, of which this rank has blocks."""
+    """Replacements of decoder methods: they are given whole rows and compute for this rank's block."""
 
     model: Decoder
     blocks: Blocks
@@ -238,7 +238,7 @@ class MeshDecoder:
         return self._parts(x, fill)[self.blocks.part(axis)]
 
     def _parts(self, x: Tensor, fill: int | None = None) -> Tensor:
-        """Rows x [B, T] in equal parts [parts, b, T]; missing rows are the first one, or all `fill`."""
+        """Rows x [B, T] in equal parts [parts, b, T], padded with copies of the first row, or with `fill`."""
         missing = -len(x) % self.blocks.parts
         if missing:
             spare = x[:1].expand(missing, -1) if fill is None else x.new_full((missing, x.shape[1]), fill)
@@ -246,13 +246,13 @@ class MeshDecoder:
         return x.unflatten(0, (self.blocks.parts, -1))
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
-        """Positions in all rows."""
+        """Positions of the tokens of all rows."""
         if cache is not None:
             raise UserError("a model split over a mesh of tensor ranks cannot generate; load the checkpoint on one")
         return Decoder.token_positions(self.model, tokens, documents, None)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The block of the residual stream: this rank's rows and columns of it."""
+        """This rank's block of the residual stream: some rows and columns."""
         model, axes = self.model, self.blocks.axes
         every_row = self._parts(tokens).unflatten(0, (axes.depth.size(), -1))[axes.depth.get_local_rank()].flatten(0, 1)
         found = model.embed(every_row)
@@ -274,7 +274,7 @@ class MeshDecoder:
         )
 
     def loss(self, x: Tensor, labels: Tensor, divisor: float | Tensor | None = None) -> Tensor:
-        """The summed loss of all rows; this rank computes that of its rows and words."""
+        """The summed loss of all rows; this rank computes its rows' part, over its shard of the vocabulary."""
         model, axes = self.model, self.blocks.axes
         column = axes.column.get_group()
         own = linear_cross_entropy(
@@ -292,7 +292,7 @@ class MeshDecoder:
     def _whole_states(self, x: Tensor) -> Tensor:
         """Blocks [b, T, H/q] → hidden states [b, T, H] of the rows of this rank's column.
 
-        The gradient that arrives is of this rank's words; gathering rows has their sum as its conjugate.
+        The incoming gradient covers this rank's shard of the vocabulary; the all-gather's conjugate sums over shards.
         """
         rows, length, width = x.shape
         gathered = all_gather(x, self.blocks.axes.row.get_group()).view(-1, rows * length, width)

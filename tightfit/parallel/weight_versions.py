@@ -1,9 +1,9 @@
-"""Two versions of a model's weights: micro-batches in flight keep that of their forward pass while newer ones exist.
+"""Two versions of a model's weights: micro-batches in flight keep that of their forward pass while a newer one exists.
 
-A parameter is one tensor object, which modules, autograd and the optimizer hold; its storage is exchanged. Autograd
+A parameter is one tensor object, which modules, autograd and the optimizer hold; its storage is swapped. Autograd
 saves a leaf itself, not its values, so the version of a micro-batch's forward pass must be in use again during its
-backward pass. It also counts in-place changes of the object, and would refuse that backward pass after an update that
-wrote to the other version: updates are made under `updating`, which leaves the count as it was.
+backward pass. Autograd also counts in-place changes of the object, and would refuse that backward pass after an update
+that wrote to the other version: updates are made under `updating`, which preserves the count.
 Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW).
 """
 
@@ -38,7 +38,7 @@ class WeightVersions:
     def updating(self) -> Iterator[None]:
         """Inside, parameters are updated in place from the newest version to the next one, which is then the newest.
 
-        No backward pass may need the older version any more: the next one takes its memory.
+        No backward pass may need the older version any more: the new version takes its memory.
         """
         self.newest, self.older = self.older, self.newest
         with torch.no_grad():
