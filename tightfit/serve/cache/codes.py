@@ -3,7 +3,7 @@
     int8   x ≈ scale · code,   scale = max|x| / 127     |error| ≤ max|x| / 254
     fp8    x ≈ scale · code,   scale = max|x| / 448     |error| ≤ max(|x| / 16, max|x| / 448 / 1024)
 
-The error of attention follows: scores are off by at most ε = (softmax scale) · Σ|q| · (largest error of a key), so every
+The error of attention follows: scores are off by at most ε = (softmax scale) · Σ|q| · (largest error of a key), so a
 weight is off by a factor within e^±2ε, so an output is off by at most (e^2ε − 1) · max|v| + (largest error of a value).
 Vectors have scales of their own, so nothing has to be calibrated and what is stored depends on the token alone.
 """

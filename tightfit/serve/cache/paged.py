@@ -211,8 +211,8 @@ class PagedCache:
         value: Tensor,
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
-        """Attention of a group: whole pieces of one length, or one piece with earlier positions in the cache; [1, heads,
-        tokens, D]."""
+        """Attention [1, heads, tokens, D] of a group: pieces of one length that begin at position 0, or one piece with
+        earlier positions in the cache."""
         piece, count, rows = step.pieces[group.start], len(group), step.rows_of(group)
         own_query, own_key, own_value = (_apart(part[0, :, rows], count) for part in (query, key, value))
         if piece.before:
