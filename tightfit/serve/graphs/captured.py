@@ -88,10 +88,11 @@ class Graphs:
         self._tables = Staged((sequences, self.columns), torch.int32, self.device)
         self._by_slot = np.zeros((sequences, self.columns), dtype=np.int32)
         self._counters = torch.zeros(sequences, device=self.device, dtype=torch.int32)
-        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences  # blocks noted, how many
+        # Per slot: the list of blocks that its table was filled from, and how many of them.
+        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
         self._prompt = Staged((3, PROMPT_SIZES[-1]), torch.int64, self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._longest = self.max_length  # of the sequences; for steps without a graph
+        self._longest = self.max_length  # of a step's sequences; used without a graph
         self._decoding: dict[int, Captured] = {}
         self._choosing: dict[int, Captured] = {}
         self._states: dict[int, Tensor] = {}

@@ -166,9 +166,7 @@ class Scheduler:
                 lookahead = self._lookahead(sequence, budget - 1) if most else 0
                 chunks.append(Chunk(sequence, stored, 1, lookahead, chooses=True))
                 budget -= 1 + lookahead
-        return [
-            chunk for chunk in chunks if chunk.sequence not in self._preempted
-        ] if self._preempted else chunks, prompts
+        return [each for each in chunks if each.sequence not in self._preempted] if self._preempted else chunks, prompts
 
     def _has_blocks(self, sequence: Sequence) -> bool:
         """Take blocks for all positions of a running sequence, preempting others; False if it was preempted itself."""
