@@ -1,8 +1,8 @@
 """Several servers of one model behind one address.
 
-A request goes to the server that last had a body with the same beginning, whose prefix cache may still know it, unless
-that one has clearly more to do than another; then to the one with fewest open requests. Answers are passed on as they
-come; a client that hangs up hangs up on its server. Metrics of all servers are added up.
+A request goes to the server that a hash of its body's beginning assigns to it, whose prefix cache may know that
+beginning, unless that server has clearly more to do than another; then to the one with fewest open requests. Answers
+are passed on as they come; a client that hangs up hangs up on its server. Metrics of all servers are added up.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 BEGINNING_BYTES = 512
-"""The beginning of a body, whose hash decides which server gets it."""
+"""Bytes of a body's beginning, whose hash assigns it to a server."""
 SLACK = 2
-"""Open requests that a server may have above the least busy one and still get those that its hash assigns to it."""
+"""How many more open requests than the least busy server the assigned one may have."""
 CHUNK_BYTES = 2**16
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"host", b"content-length"}
 

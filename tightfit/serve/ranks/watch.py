@@ -52,8 +52,8 @@ class RankWatch:
 
     def _end(self, rank: int, exit_code: int) -> None:
         which = f"rank {rank} of {len(self.processes.processes) + 1}"
-        said = f"tightfit: {which} ended with {exit_name(exit_code)}, and the server with it; start it again"
-        print(said, file=sys.stderr, flush=True)
+        message = f"tightfit: {which} ended with {exit_name(exit_code)}, and the server with it; start it again"
+        print(message, file=sys.stderr, flush=True)
         self._found.set()
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)
