@@ -1,8 +1,8 @@
-"""Reading a file whole, if it is one that can be: a regular file (or a pipe) of at most so many bytes.
+"""Reads whole files within a limit: only regular files (or pipes), and at most a given number of bytes.
 
-A name can lead to `/dev/zero`, which never ends, or to a file a thousand times larger than anything sensible. Whatever
-is read whole is therefore looked at first, and never more of it is read than its limit: memory and time are bounded by
-a number in our source, not by what somebody put there.
+A name can lead to `/dev/zero`, which never ends, or to a file a thousand times larger than anything sensible. The kind
+of a file is therefore checked first, and never more than the limit is read: memory and time are bounded by a number in
+our source, not by what a file contains.
 """
 
 import errno
@@ -16,7 +16,7 @@ from tightfit.errors import UserError
 
 BLOCK_BYTES = 2**20
 LARGEST_RECORD_BYTES = 64 * 2**20
-"""Of the JSON files we write ourselves: plans, ledgers, records of a run."""
+"""The limit for JSON files that we write ourselves: plans, ledgers, records of a run."""
 
 
 def user_path(name: str | Path, what: str) -> Path:
@@ -29,7 +29,7 @@ def user_path(name: str | Path, what: str) -> Path:
     except RuntimeError:
         raise UserError(f"{what} {shown!r} begins with a home directory that does not exist; write it out") from None
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass  # whoever opens it says so
+        pass  # reported where it is opened
     except (OSError, ValueError):  # a null byte, a lone surrogate, a name too long, a loop of links
         raise UserError(f"{what} {shown!r} is not a name that a file here can have; choose another") from None
     return path
@@ -56,7 +56,7 @@ def read_bounded(path: Path, most_bytes: int, what: str) -> bytes:
 
 
 def read_text(stream: TextIO | None, most_characters: int = 16 * 2**20) -> str:
-    """All of a stream that may never end; of none where the process was started without one."""
+    """All of `stream`, which may never end; a UserError beyond the limit, and for None, a closed standard input."""
     if stream is None:
         raise UserError("the standard input is closed; give text")
     try:
@@ -71,7 +71,7 @@ def read_text(stream: TextIO | None, most_characters: int = 16 * 2**20) -> str:
 
 
 def read_json(path: Path, most_bytes: int, what: str, *, remedy: str) -> Any:
-    """The JSON value in `path`; every failure is a sentence that ends with `remedy`."""
+    """The JSON value in `path`; every failure is a UserError that ends with `remedy`."""
     try:
         return json.loads(read_bounded(path, most_bytes, what).decode("utf-8"))
     except OSError as error:

@@ -1,9 +1,10 @@
-"""Regular expressions out of files that others wrote, in bounded time: `(a+)+$` takes `re` ages on forty letters.
+"""Regular expressions from untrusted files, matched in bounded time: `(a+)+$` takes `re` ages on forty letters.
 
-`re` tries one way after the other, of which there can be exponentially many. Here a part of the pattern is given all
-places of the text where it may begin, as the bits of a number, and gives all places where it may then end; so ways that
-meet are followed once. Repeats inside of repeats can still add up: after 10,000 such steps the pattern is refused, and
-those that name modules take some hundred. Python's own parser reads the pattern, so it means what `re` says it means.
+`re` tries one path after the other, of which there can be exponentially many. Here each part of the pattern maps the
+set of places in the text where it may begin to the set of places where it may end, both as the bits of an integer; so
+paths that meet are followed once. Repeats inside of repeats can still add up: after 10,000 such steps the pattern is
+refused; patterns that name modules take some hundred. Python's own parser reads the pattern, so it means the same as in
+`re`.
 
 Limits: whether there is a match, not where its groups are; no references to groups, no atomic parts, no flags.
 """
@@ -30,7 +31,7 @@ _KINDS: dict[Any, Callable[[str], bool]] = {
 
 
 class PatternError(ValueError):
-    """No regular expression, or none that is read here; the message says what about it."""
+    """Not a regular expression, or an unsupported one; the message is a clause that says why ("which …")."""
 
 
 def begins_with(pattern: str, text: str) -> bool:
@@ -55,14 +56,14 @@ def _parsed(pattern: str) -> Any:
 
 
 class _Search:
-    """One text. Places in it are bits: the lowest is its beginning."""
+    """A search in one text. Sets of places are bits of an integer; the lowest bit is the text's beginning."""
 
     def __init__(self, text: str) -> None:
         self.text, self.steps = text, 0
         self.known: dict[tuple[Any, int], int] = {}
 
     def after(self, parts: Any, places: int) -> int:
-        """Where all of `parts` may end, one after the other, that begin at one of `places`."""
+        """The places where `parts`, one after the other, may end if they begin at one of `places`."""
         for part in parts:
             self.steps += 1
             if self.steps > MOST_STEPS:
@@ -89,7 +90,7 @@ class _Search:
         raise PatternError(f"which {told}")
 
     def _fitting(self, kind: Any, value: Any) -> int:
-        """All places whose letter is meant."""
+        """All places whose letter matches."""
         key = (kind, value if isinstance(value, int) else id(value))
         if key not in self.known:
             every = range(len(self.text))
@@ -110,7 +111,7 @@ class _Search:
         return found
 
     def _is_beside(self, direction: int, parts: Any, place: int) -> bool:
-        """Whether `parts` follow on a place, or (of one width, as `re` demands) lead up to it."""
+        """Whether `parts` match from `place` on (lookahead) or up to it (lookbehind, of one width, as `re` demands)."""
         if direction > 0:
             return self.after(parts, 1 << place) > 0
         width = parts.getwidth()[0]

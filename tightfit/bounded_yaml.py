@@ -1,4 +1,4 @@
-"""YAML in bounded time: what a few hundred bytes can mean is limited before it is built.
+"""YAML in bounded time: what a few hundred bytes can unfold to is limited before it is built.
 
 Plain YAML lets a short text unfold: aliases of aliases make billions of values, a number of base 60 takes time that
 grows with the square of its length, and a key given twice silently wins. Here the tree is counted as it is composed,
@@ -16,7 +16,7 @@ from tightfit.errors import UserError
 
 MOST_VALUES = 50_000
 MOST_DEPTH = 20
-"""Of lists in lists: PyYAML looks at all that are open for every one that opens."""
+"""Lists inside of lists: for each one that opens, PyYAML looks at all that are open."""
 MOST_CHARACTERS = 1_000_000
 LONGEST_NUMBER = 64
 TOO_DEEP = "it is nested too deeply"
@@ -25,7 +25,7 @@ FAILURES = (yaml.YAMLError, RecursionError, ValueError, TypeError, AttributeErro
 
 
 def read_yaml_file(path: Path, what: str, *, remedy: str) -> Any:
-    """The value in the YAML file at `path`, which is `what` (such as "a recipe"); one without text ends in `remedy`."""
+    """The value in the YAML file at `path`, which is `what` (such as "a recipe"); errors of reading end in `remedy`."""
     return read_yaml(read_yaml_text(path, what, remedy=remedy), str(path))
 
 
@@ -41,7 +41,7 @@ def read_yaml_text(path: Path, what: str, *, remedy: str) -> str:
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """The value that `text` from `source` says; every failure is a sentence."""
+    """The value of the YAML `text` from `source`; every failure is a UserError."""
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{source} is longer than {MOST_CHARACTERS:,} characters; write it shorter")
     try:
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         return text
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """What a tag makes of a text it does not fit (`!!timestamp x`) is an error of Python's, without its place."""
+        """As PyYAML does, but a tag that does not fit its text (`!!timestamp x`) is an error with its line."""
         try:
             return super().construct_object(node, deep=deep)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
 def _unfolded(node: yaml.Node, known: dict[int, int]) -> int:
     """How many values `node` stands for: aliases as often as they are used, without end if one holds itself."""
     if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # what it is for those inside it that lead back to it
+        known[id(node)] = MOST_VALUES + 1  # the count for aliases inside it that lead back to it
         inside: list[yaml.Node] = []
         if isinstance(node, yaml.SequenceNode):
             inside = node.value

@@ -1,9 +1,9 @@
 """Directories and files that exist whole or not at all, whatever instant the process is killed at.
 
 Everything is written under a hidden temporary name beside the target, flushed to the disk (files, then directories),
-and renamed; the rename is the moment it comes to be. Readers ignore hidden names. What a kill leaves is swept by the
-next who writes the same target: who writes holds a lock on the temporary (flock, which the kernel drops with the
-process), so what nobody holds is nobody's. Where locks are unknown, it stays until `sweep`.
+and renamed; it exists from the rename on. Readers ignore hidden names. What a killed process leaves is swept by the
+next writer of the same target: a writer holds a lock on its temporary (flock, which the kernel drops with the process),
+so a temporary without a lock is abandoned. On a file system without locks it stays until `sweep`.
 """
 
 import errno
@@ -21,25 +21,26 @@ from tightfit.errors import UserError
 TEMPORARY_PREFIX = ".partial-"
 DISCARDED_PREFIX = ".discarded-"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk says that has no room left, or none for this user or for a file of this size."""
+"""Error numbers of a disk without room: at all, within the user's quota, or for a file of this size."""
 YOUNG_S = 60.0
-"""A temporary that is younger may not have its lock yet."""
+"""A younger temporary may not have its lock yet, so it is not swept."""
 
 
 def place_of(target: Path) -> Path:
-    """Where `target` is written: a link stays, and what it leads to is written, as by any program that opens it."""
+    """The path that is written for `target`: if it is a link, where it leads, so that the link stays."""
     return Path(os.path.realpath(target)) if target.is_symlink() else target
 
 
 def require_new(target: Path) -> None:
-    """A sentence where something is at `target` already, also a link to nowhere, or where nothing can be made."""
+    """Refuse a `target` that exists already, even as a broken link, or that cannot be created."""
     if os.path.lexists(target):
         raise UserError(f"{target} exists already; name a new place or remove it first")
     refuse_unwritable(target.parent, target)
 
 
 def refuse_unwritable(directory: Path, output: Path) -> None:
-    """A sentence where `directory` takes no `output`, found out without writing: by the nearest that exists."""
+    """Refuse an `output` that cannot be written into `directory`: judged, without writing, by its nearest existing
+    parent."""
     place = directory
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -58,7 +59,7 @@ def durable_directory(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep_abandoned(target)
     temporary.mkdir()
-    held = _held(temporary)
+    lock = _take_lock(temporary)
     try:
         yield temporary
         flush_tree(temporary)
@@ -68,7 +69,7 @@ def durable_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def durable_file(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep_abandoned(target)
     temporary.touch(exist_ok=False)
-    held = _held(temporary)
+    lock = _take_lock(temporary)
     try:
         yield temporary
         flush(temporary)
@@ -89,11 +90,11 @@ def durable_file(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     finally:
-        os.close(held)
+        os.close(lock)
 
 
 def write_text(target: Path, text: str, *, remedy: str, what: str = "", executable: bool = False) -> None:
-    """`target` with `text`, whole or not at all; where it cannot be written, a sentence ends in the `remedy`."""
+    """Write `text` to `target`, whole or not at all; a failure is a UserError that ends with `remedy`."""
     try:
         with durable_file(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -115,19 +116,19 @@ def sweep_abandoned(target: Path) -> None:
     prefixes = (f"{TEMPORARY_PREFIX}{target.name}-", f"{DISCARDED_PREFIX}{target.name}-")
     with suppress(OSError):
         for leftover in [path for path in target.parent.iterdir() if path.name.startswith(prefixes)]:
-            if time.time() - leftover.stat().st_mtime > YOUNG_S and _is_nobody_s(leftover):
+            if time.time() - leftover.stat().st_mtime > YOUNG_S and _is_abandoned(leftover):
                 _remove(leftover)
 
 
-def _held(temporary: Path) -> int:
-    """A descriptor with the lock of `temporary`, where there are locks."""
+def _take_lock(temporary: Path) -> int:
+    """A descriptor that holds the lock of `temporary`, if the file system has locks."""
     descriptor = os.open(temporary, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
-def _is_nobody_s(leftover: Path) -> bool:
+def _is_abandoned(leftover: Path) -> bool:
     descriptor = os.open(leftover, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,7 @@ from tightfit.printable import sentence
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us, worded for the user; values of strangers in it cannot steer a terminal."""
+    """A mistake in what the user gave us, worded for the user; control characters of values in it are spelled out."""
 
     def __str__(self) -> str:
         return sentence(super().__str__())

@@ -1,4 +1,4 @@
-"""Text of strangers as it may be shown: no control characters, so that no file, name or model steers a terminal.
+"""Untrusted text made safe to show: without control characters, so that no file, name or model steers a terminal.
 
 An escape sequence can hide lines, change the window's title or write what looks like a prompt. Whatever a person reads
 of file contents, file names, model output or errors therefore passes through here: control characters (C0 but line
@@ -22,7 +22,7 @@ def printable_json(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """`printable` text on one line, of a length one can read: of a longer one, its beginning and its end."""
+    """`printable` text on one line; of more than LONGEST_SENTENCE characters only the beginning and the end."""
     text = text.replace("\n", "\\n").replace("\t", "\\t")
     if len(text) > LONGEST_SENTENCE:
         text = f"{text[: LONGEST_SENTENCE - 501]}…{text[-500:]}"

@@ -1,8 +1,8 @@
-"""One writer to an output: who writes there holds a lock, and others are told who that is.
+"""One writer per output: the writer holds a lock, and other processes are told which process holds it.
 
-The lock is the kernel's (flock), so that of a killed process is gone with it. Of several ranks the first one holds it.
-Where a file system knows no locks, work goes on without. The file says who holds it: process, host, since when. That of
-a run is in its directory; that of another file or directory is beside it under a hidden name.
+The lock is the kernel's (flock), so a killed process loses it. Of several ranks the first one holds it. Where a file
+system has no locks, work goes on without. The lock file names its holder: process, host, since when. A run's lock file
+is in its directory; that of another file or directory is beside it under a hidden name.
 """
 
 import errno
@@ -21,19 +21,19 @@ from tightfit.errors import UserError
 LOCK_FILE = ".lock"
 MOST_BYTES = 4096
 NAMING_S = 2.0
-"""How long a lock may be nameless before nobody expects a name."""
+"""How long to wait for a holder to write its name into the lock file."""
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Holds the lock of `directory`, which exists; the file is gone afterwards."""
+    """Hold the lock of `directory`, which exists; the lock file is removed afterwards."""
     with _locked(directory / LOCK_FILE, directory):
         yield
 
 
 @contextmanager
 def locked_beside(output: Path) -> Iterator[None]:
-    """Holds the lock of `output`, which need not exist in its directory, which must; a link's is that of its end."""
+    """Hold the lock of `output`, which need not exist, but its directory must; for a link, the lock of its target."""
     end = output.resolve()
     with _locked(end.parent / f"{LOCK_FILE}-{end.name}", output):
         yield
@@ -55,7 +55,7 @@ def _locked(path: Path, output: Path) -> Iterator[None]:
 
 
 def refuse_if_locked(directory: Path) -> None:
-    """A sentence where another process holds the lock; nothing is written."""
+    """Refuse a `directory` whose lock another process holds; nothing is written."""
     path = directory / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
@@ -68,7 +68,7 @@ def refuse_if_locked(directory: Path) -> None:
 
 
 def _taken(path: Path, output: Path) -> int:
-    """A descriptor that has the lock of the file that is at `path` now, not of one that was removed meanwhile."""
+    """A descriptor that holds the lock of the file at `path`: of the present one, not of one removed meanwhile."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -90,7 +90,7 @@ def _taken(path: Path, output: Path) -> int:
 
 
 def _refuse_foreign(descriptor: int, path: Path) -> None:
-    """A sentence where the file is somebody's, which would be written over and removed."""
+    """Refuse a file that is no lock of ours, as locking would overwrite and remove it."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or not _is_ours(os.pread(descriptor, MOST_BYTES, 0)):
         raise _foreign(path)
 
@@ -120,7 +120,7 @@ def _flock(descriptor: int, path: Path, output: Path) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Who holds the lock; one that has just taken it gets a moment to write its name."""
+    """The process that holds the lock, in words; one that has just taken it gets a moment to write its name."""
     limit = time.monotonic() + NAMING_S
     while time.monotonic() < limit:
         try:

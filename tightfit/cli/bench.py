@@ -60,7 +60,7 @@ def serve(
 
 
 def _peers(model: str, engine: "Engine") -> "dict[str, LlamaCppPeer | TransformersPeer]":
-    """Who runs the same weights: llama.cpp a GGUF file on a CPU, transformers all others."""
+    """Programs to measure with the same weights: llama.cpp for a GGUF file on a CPU, else transformers."""
     from tightfit.models.gguf.model import smollm2_path
     from tightfit.models.loading import SMOLLM2
     from tightfit.serve.llama_peer import LlamaCppPeer

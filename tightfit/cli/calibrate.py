@@ -21,7 +21,7 @@ def calibrate(
     from tightfit.report.tables import print_json
     from tightfit.train.precision import choose_device
 
-    read_calibrations()  # a broken file is told of before a minute is spent
+    read_calibrations()  # reports a broken file before a minute is spent
     found = measure(choose_device(device), (lambda line: None) if as_json else typer.echo)
     path = write_calibration(found)
     if as_json:

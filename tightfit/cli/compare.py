@@ -24,5 +24,6 @@ def compare(
     from tightfit.memory.comparison import read_ledger
     from tightfit.report.ledger import print_comparison
 
-    said, found = read_ledger(predicted), read_ledger(measured)
-    print_comparison(lay_side_by_side(said, found), (str(predicted), said), (str(measured), found), as_json=as_json)
+    expected, actual = read_ledger(predicted), read_ledger(measured)
+    comparison = lay_side_by_side(expected, actual)
+    print_comparison(comparison, (str(predicted), expected), (str(measured), actual), as_json=as_json)

@@ -18,7 +18,7 @@ FACTORISATIONS = ("svd", "whitened-svd")
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions:
-    """What was asked."""
+    """The arguments and options of `tightfit compress`."""
 
     model: ModelSource
     out: Annotated[Path, typer.Option("--out", help="Directory to write; must not exist yet.")]
@@ -77,13 +77,13 @@ class CompressOptions:
 
     @property
     def method_options(self) -> dict[str, Any]:
-        """Those of quantizing and of pruning weights, which a recipe has in its steps."""
+        """The options of quantizing and pruning weights, which a recipe gives in its steps."""
         names = ("bits", "group", "symmetric", "sparsity", "pattern", "activations", "static")
         return {name: getattr(self, name) for name in names}
 
     @property
     def kept(self) -> "KeptShape":
-        """What structured pruning leaves."""
+        """The sizes that structured pruning keeps."""
         from tightfit.compress.structured import KeptShape
 
         return KeptShape(layers=self.keep_layers, heads=self.keep_heads, mlp=self.keep_mlp, experts=self.keep_experts)
@@ -125,7 +125,7 @@ def compress(options: CompressOptions) -> None:
 
 
 def _refuse_mixed(options: CompressOptions) -> None:
-    """A sentence for options that belong to another method than the one that was asked for."""
+    """Refuse options that belong to another method than the chosen one."""
     from tightfit.compress.structured import KeptShape
     from tightfit.errors import UserError
 
@@ -152,7 +152,7 @@ def _refuse_mixed(options: CompressOptions) -> None:
 
 
 def _source(options: CompressOptions) -> dict[str, Any]:
-    """What jobs of every method have: the model, where it goes, and the text that it is calibrated on."""
+    """The fields that jobs of every method have: the model, the output, and the calibration text."""
     from tightfit.train.precision import choose_device
 
     return {

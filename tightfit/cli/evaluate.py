@@ -12,7 +12,7 @@ from tightfit.cli.outputs import is_picture, refuse_foreign
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """What was asked."""
+    """The arguments and options of `tightfit evaluate`."""
 
     models: Annotated[
         list[str],
@@ -91,7 +91,7 @@ def evaluate(options: EvaluateOptions) -> None:
 
 
 def _compare(options: EvaluateOptions, against: str) -> None:
-    """Every model beside `against`; the reports of those that have one get what was found."""
+    """Compare every model with `against`; a compressed model's report gets the result."""
     from tightfit.compress.comparison import compare_sources
     from tightfit.models.loading import weight_file_bytes, weights_path
     from tightfit.report.compression import print_comparison
@@ -125,7 +125,7 @@ def _refuse_without_against(models: list[str], picture: Path | None) -> None:
 
 
 def refuse_with_against(**given: bool) -> None:
-    """A sentence for the first option that a comparison of two models does not take."""
+    """Refuse the first given option that a comparison of two models does not take."""
     from tightfit.errors import UserError
 
     for name, is_given in given.items():

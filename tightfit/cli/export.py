@@ -8,7 +8,7 @@ import typer
 from tightfit.cli.options import AsJson, ModelSource, Verify
 
 WHOLE = ("fp32", "bf16", "fp16", "q8_0")
-"""Number formats that are written weight by weight, without text that says what matters."""
+"""Number formats that are written weight by weight, without calibration text."""
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -64,7 +64,7 @@ def export(
 
 
 def refuse_export_options(target: Path, form: str, dtype: str | None, data: list[str], *, verify: bool) -> None:
-    """A sentence for options that would be passed over."""
+    """Refuse options that would be ignored."""
     from tightfit.errors import UserError
 
     if form != "gguf" and target.suffix.lower() == ".gguf":

@@ -28,7 +28,7 @@ OF_DRAWING = ("temperature", "top_k", "top_p", "seed")
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What was asked."""
+    """The options of `tightfit generate`."""
 
     model: ModelSource
     source: Annotated[
@@ -104,7 +104,7 @@ def generate(options: GenerateOptions) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar, and what tells it how many answers there are of how many."""
+    """A progress bar; yields the function that sets the number of answers done and in all."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(StartOptions):
-    """What was asked."""
+    """The arguments and options of `tightfit launch`."""
 
     job: Annotated[Path, typer.Argument(help="A job file (YAML), a plan (JSON) or the directory of a run.")]
     restarts: Annotated[
@@ -55,7 +55,7 @@ def launch(options: LaunchOptions) -> None:
 
     if options.nodes == 1:
         refuse_given(options, ("head",), "where several machines meet; add --nodes or leave it out")
-        start_server(TRAINING)  # which imports while we do
+        start_server(TRAINING)  # imports its modules while this process does
 
     from tightfit.launch.launcher import launch as start
     from tightfit.launch.launcher import torchrun_line
@@ -72,7 +72,7 @@ def launch(options: LaunchOptions) -> None:
 
 
 def require_same(job: "Job", source: str) -> None:
-    """End here where the job's ranks do not train as one process does."""
+    """Exit with code 1 if the job's ranks do not train as one process does."""
     from tightfit.prove.check_target import target_of
     from tightfit.prove.equivalence_check import check
     from tightfit.report.check import print_verdict

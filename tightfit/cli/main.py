@@ -82,7 +82,7 @@ def _options(
 
 @cache
 def _command() -> Any:
-    """All verbs with their options, which takes typer longer than it takes some of them to answer."""
+    """The command of all verbs, built once: that takes typer longer than some verbs take to run."""
     return typer.main.get_command(app)
 
 

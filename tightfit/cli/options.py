@@ -55,7 +55,7 @@ def takes_options(verb: Callable[[Options], None]) -> Callable[..., None]:
 
 
 def refuse_given(options: Any, names: tuple[str, ...], reason: str) -> None:
-    """A sentence for the first of these options that was given, which would be passed over."""
+    """Refuse the first of the options `names` that was given, as it would be ignored; `reason` ends the sentence."""
     for field in fields(options):
         value = getattr(options, field.name)
         if field.name in names and value != field.default:
@@ -68,6 +68,6 @@ def _option_name(options: Any, name: str) -> str:
     told = get_type_hints(type(options), include_extras=True)[name].__metadata__[0]
     if isinstance(told, ArgumentInfo):
         return told.metavar or name.upper()
-    words = (told.default, *(told.param_decls or ()))  # typer takes the first word for a default, until it looks closer
+    words = (told.default, *(told.param_decls or ()))  # typer first stores the first name as a default
     long = [word for word in words if isinstance(word, str) and word.startswith("--")]
     return long[0] if long else f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Files that a verb writes where the user says: one that is there and that we did not write is not overwritten."""
+"""Keeps a verb from overwriting, at a path that the user gives, an existing file that tightfit did not write."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +7,13 @@ from tightfit.errors import UserError
 
 
 def refuse_foreign(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
-    """A sentence where `path` exists and is something else than `what` tightfit would write there."""
+    """Refuse a `path` that exists and is not `what` tightfit would write there."""
     if path.exists() and not path.is_dir() and not (path.is_file() and is_ours(path)):
         raise UserError(f"{path} exists and is not {what} that tightfit wrote; name another place or remove it first")
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a PNG or SVG bears our name."""
+    """Whether a PNG or SVG names tightfit as the program that wrote it."""
     from tightfit.report.figure import SOFTWARE
 
     try:

@@ -138,7 +138,7 @@ def timeline(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What was asked."""
+    """The options of `tightfit picture pipeline`."""
 
     out: Out
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.", min=1)] = 4

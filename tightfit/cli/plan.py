@@ -28,7 +28,7 @@ OF_TRAINING = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What was asked."""
+    """The arguments and options of `tightfit plan`."""
 
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A preset, a directory with a config.json, or a job file (YAML).")
@@ -259,7 +259,7 @@ def _decided(section: str, fields: Any) -> list[str]:
 
 
 def _more(plan: "Plan", options: PlanOptions) -> dict[str, Any]:
-    """What the options add to the answer."""
+    """Further parts of the answer that options ask for: a simulation, other programs' estimates."""
     extra: dict[str, Any] = {}
     if options.confirm:
         from tightfit.prove.rehearsal import rehearse
@@ -273,7 +273,8 @@ def _more(plan: "Plan", options: PlanOptions) -> dict[str, Any]:
 
 
 def _expanded_weights(plan: "Plan") -> str | None:
-    """What the weights of a compressed model are in that training expands; under adapters they stay as they are."""
+    """The format of a compressed model's weights, which training expands; None for others, and under adapters, where
+    they stay compressed."""
     if plan.workload.adapted is not None:
         return None
     compressed = _compressed_weights(plan.model, plan.workload.spec)
@@ -281,7 +282,7 @@ def _expanded_weights(plan: "Plan") -> str | None:
 
 
 def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
-    """What the weights of a compressed model take, where `model` is the directory of one."""
+    """The compressed weights of the model in the directory `model`; None for presets and plain models."""
     from tightfit.models.presets import PRESETS
 
     folder = Path(model).expanduser()
@@ -313,7 +314,7 @@ def _serve(options: PlanOptions, machine: "Machine") -> None:
 
 
 def _known_model(model: str) -> "tuple[ModelSpec, str]":
-    """The shape of anything that is trained or served, and what its weights are in; GGUF files need torch."""
+    """The shape of a model from any source, and the format of its weights; reading a GGUF file needs torch."""
     from tightfit.models.hub import is_hub_name
     from tightfit.models.presets import PRESETS
     from tightfit.models.resolve import resolve_spec

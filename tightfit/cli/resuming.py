@@ -1,4 +1,4 @@
-"""How a run begins, for the verbs that train: with what changed, anew, or where it stopped.
+"""How a run begins, for the verbs that train: with which fields changed, and anew or where it stopped.
 
 `--resume` may be given a value. An option with an optional value would take the word after it (`--resume runs/mine`)
 for that value; so `--resume=auto` is read as the flag `--resume-auto`.
@@ -13,12 +13,12 @@ from typer.core import TyperCommand
 from tightfit.cli.options import Override
 
 PASSED_OVER = "but --dry-run starts nothing; leave one of them out"
-"""Of options that say how processes run."""
+"""Why options that say how processes run are refused with --dry-run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """What `train` and `launch` are both told."""
+    """The options that `train` and `launch` share."""
 
     override: Override = None
     resume: Annotated[
@@ -47,21 +47,21 @@ class StartOptions:
 
     @property
     def start(self) -> dict[str, Any]:
-        """As arguments of `run_job`."""
+        """The options as arguments of `run_job`."""
         resume = "auto" if self.resume_auto else self.resume
         return {"resume": resume, "overwrite": self.overwrite, "checkpoint": self.checkpoint}
 
     @property
     def start_words(self) -> list[str]:
-        """As words of a command line."""
+        """The options as words of a command line."""
         words = ["--resume-auto"] if self.resume_auto else ["--resume"] if self.resume else []
         words += [] if self.checkpoint is None else ["--from", self.checkpoint]
         return words + (["--overwrite"] if self.overwrite else [])
 
 
 class ResumingCommand(TyperCommand):
-    """A verb with these options."""
+    """A verb with `StartOptions`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """With `--resume=auto` as the flag it stands for."""
+        """Read `--resume=auto` as the flag `--resume-auto`."""
         return super().parse_args(ctx, ["--resume-auto" if arg == "--resume=auto" else arg for arg in args])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tightfit.serve.ranks.share import Spread
 
 LARGEST = 10**9
-"""Of a number of GiB, MiB or seconds."""
+"""The limit for numbers of GiB, MiB or seconds."""
 API_KEY = "TIGHTFIT_API_KEY"
 SERVE_EXTRA = "pip install 'tightfit[serve]'"
 OF_EXPORTS = ("on", "weights", "image", "out")
@@ -30,7 +30,7 @@ OF_OUR_SERVER = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What was asked."""
+    """The arguments and options of `tightfit serve`."""
 
     model: Annotated[
         str | None,
@@ -62,7 +62,7 @@ class ServeOptions:
         float | None, typer.Option(help="Memory for keys and values; decided from what is free where not given.")
     ] = None
     host_cache_gib: Annotated[
-        float, typer.Option(help="Host memory for answers that have to give way; else they are computed again.", min=0)
+        float, typer.Option(help="Host memory for preempted answers; without it they are computed again.", min=0)
     ] = 0.0
     cache_format: Annotated[
         Literal["model", "int8", "fp8"], typer.Option(help="What keys and values are kept in; int8 and fp8 take half.")
@@ -97,7 +97,7 @@ class ServeOptions:
 
     @property
     def guessing_options(self) -> list[str]:
-        """Those that ask for guesses ahead."""
+        """The given options that turn on speculation."""
         return [f"--{name}" for name in ("draft", "lookup", "skip") if getattr(self, name)]
 
 
@@ -118,7 +118,7 @@ def serve(options: ServeOptions) -> None:
     from tightfit.serve.graphs.compiler import start_compiler
 
     cards = (options.tensor or 1) * (options.pipeline or 1) * (options.replicas or 1)
-    compiler = start_compiler(options.device) if cards == 1 else None  # now, as it imports what we are about to import
+    compiler = start_compiler(options.device) if cards == 1 else None  # first, to import while we import
     with compiler or nullcontext():
         _serve(options, compiler)
 
@@ -149,7 +149,7 @@ def _check(options: ServeOptions) -> None:
 
 
 def _check_invariant(options: ServeOptions) -> None:
-    """Refuse what --batch-invariant is not there for."""
+    """Refuse options that --batch-invariant does not go with."""
     from tightfit.errors import UserError
 
     splits = [f"--{option}" for option in ("tensor", "pipeline") if (getattr(options, option) or 1) > 1]
@@ -159,11 +159,11 @@ def _check_invariant(options: ServeOptions) -> None:
 
 
 def _check_sizes(options: ServeOptions) -> None:
-    """Numbers that memory or time is counted in: neither nothing nor without end."""
+    """Refuse amounts of memory or time that are not above 0 and below LARGEST."""
     from tightfit.errors import UserError
 
     given = {name: getattr(options, name) for name in ("cache_gib", "max_body_mib", "max_seconds")}
-    given["host_cache_gib"] = options.host_cache_gib or None  # which may be nothing
+    given["host_cache_gib"] = options.host_cache_gib or None  # 0 is allowed
     for name, number in given.items():
         if number is not None and not 0 < number < LARGEST:
             raise UserError(f"--{name.replace('_', '-')} is {number:g}; give a number above 0 and below {LARGEST:,}")
@@ -211,7 +211,7 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
 def _serve_one(
     source: str, spread: "Spread", server: "ServerOptions", options: ServeOptions, compiler: "Compiler | None"
 ) -> None:
-    """One copy of the model, over its ranks."""
+    """Serve one copy of the model, over its ranks."""
     from tightfit.launch.forked import Forked
     from tightfit.serve.http.server import serve as run_server
     from tightfit.serve.ranks.share import open_meeting

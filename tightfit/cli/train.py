@@ -25,7 +25,7 @@ def train_as_rank(arguments: list[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(StartOptions):
-    """What was asked."""
+    """The arguments and options of `tightfit train`."""
 
     job: Annotated[
         Path | None,
@@ -131,7 +131,7 @@ def _memory_bytes(options: TrainOptions) -> int | None:
 
 
 def show_dry_run(job: "Job", start: dict[str, Any], as_json: bool = False) -> None:
-    """What would run, for both verbs that train."""
+    """Print what would run, for `train` and `launch`."""
     from tightfit.report.dry_run import print_dry_run
     from tightfit.train.dry_run import dry_run
 

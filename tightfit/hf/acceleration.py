@@ -12,7 +12,7 @@ from tightfit.kernels.triton_support import IMPLS, Impl
 
 Model = TypeVar("Model", bound=nn.Module)
 RECORD = "_tightfit_replaced"
-"""The one attribute an accelerated model has besides the replaced methods."""
+"""The one attribute that an accelerated model has besides the replaced methods: the `Replaced`, for `undo`."""
 
 
 def accelerate(model: Model, *, impl: Impl = "auto", parts: Collection[PartName] = PARTS) -> Model:

@@ -9,7 +9,7 @@ from tightfit.hf.acceleration import accelerate
 
 
 class AutoModelForCausalLM:
-    """`transformers.AutoModelForCausalLM`, and `accelerate` on what it makes; every argument is passed on."""
+    """`transformers.AutoModelForCausalLM`, but its models are accelerated; every argument is passed on."""
 
     _auto: Any = transformers.AutoModelForCausalLM
 

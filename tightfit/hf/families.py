@@ -185,7 +185,7 @@ FAMILIES = (
             "Phi3MLP": GatedMlpHandler(projections=("gate_up_proj",), activation="activation_fn"),
         },
     ),
-    HandledFamily("GPT-2", "gpt2", {"GPT2LMHeadModel": HeadHandler()}),  # shared layers, below
+    HandledFamily("GPT-2", "gpt2", {"GPT2LMHeadModel": HeadHandler()}),  # its layers' classes are shared: HANDLERS
 )
 
 HANDLERS: dict[str, Handler] = {
@@ -199,7 +199,7 @@ HANDLERS: dict[str, Handler] = {
 
 
 def handler_of(module: nn.Module) -> Handler | None:
-    """How modules of this class are accelerated; None for classes no row names."""
+    """The handler for modules of this class; None for a class that no row names, or with a forward of its own."""
     for known in type(module).__mro__:
         handler = HANDLERS.get(f"{known.__module__}.{known.__qualname__}")
         if handler is not None:

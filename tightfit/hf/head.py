@@ -47,7 +47,7 @@ class HeadHandler:
 
 
 class _Proxy:
-    """`under`, with some attributes replaced."""
+    """Has the attributes of `under`, except for those replaced by `own`."""
 
     def __init__(self, under: Any, **own: Any) -> None:
         self._under = under
@@ -79,7 +79,8 @@ def _without_logits(forward: Method, softcap_name: str | None) -> Method:
 
 
 def _can_fuse(model: Any) -> bool:
-    """Not with a user's own loss, nor in an evaluation under torch.compile, which must return real tensors."""
+    """Whether to fuse: not with a user's own loss, nor in an evaluation under torch.compile, which must return real
+    tensors."""
     traced_evaluation = torch.compiler.is_compiling() and not torch.is_grad_enabled()
     return model.loss_function is ForCausalLMLoss and not traced_evaluation
 
@@ -151,7 +152,7 @@ class _LossRequest:
         return F.cross_entropy(logits, self.targets[rows], ignore_index=self.ignore_index, reduction="sum")
 
     def of_hidden(self, hidden: Tensor, head: nn.Linear, impl: Impl) -> Tensor:
-        """The divided loss, from all hidden states."""
+        """The loss over all hidden states, divided by `divisor`."""
         targets = self.targets.to(hidden.device)  # a hook may have moved the hidden states to the head's device
         return linear_cross_entropy(
             hidden,
@@ -167,7 +168,8 @@ class _LossRequest:
 
 
 def _loss_through(head: nn.Module, hidden: Tensor, request: _LossRequest, vocab_size: int) -> Tensor:
-    """The fused loss in our head; through any other (adapters, quantized weights) in checkpointed chunks."""
+    """The loss: fused if the head has our forward; through any other head (adapters, quantized weights) in chunks whose
+    logits are computed again in backward."""
     if getattr(vars(head).get("_old_forward", head.forward), TAKES_LOSS, False):
         return head(hidden, request)
     rows = max(1, CHUNK_BYTES // (4 * vocab_size))

@@ -22,22 +22,22 @@ class LogitsOnDemand(Tensor):
     """A tensor of known shape whose values `make` computes on first use, without gradients."""
 
     _make: Callable[[], Tensor]
-    _made: Tensor | None
+    _computed: Tensor | None
 
     @staticmethod
     def __new__(
         cls, make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> "LogitsOnDemand":
         tensor: LogitsOnDemand = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        tensor._make, tensor._made = make, None
+        tensor._make, tensor._computed = make, None
         return tensor
 
     def values(self) -> Tensor:
         """The logits themselves."""
-        if self._made is None:
+        if self._computed is None:
             with torch.no_grad():
-                self._made = self._make().to(self.dtype)
-        return self._made
+                self._computed = self._make().to(self.dtype)
+        return self._computed
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LogitsOnDemand(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -35,7 +35,7 @@ class RotaryHandler:
 
 @cache
 def _rebound(forward: FunctionType, impl: Impl) -> Method:
-    """The same code with `apply_rotary_pos_emb` as ours."""
+    """`forward` with our `apply_rotary_pos_emb` among its globals."""
     names = {**forward.__globals__, GLOBAL: _apply_rotary(impl)}
     del names["__name__"]  # torch.compile would look names up in the module of this name, and find the original
     rebound = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

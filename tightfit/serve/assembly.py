@@ -22,14 +22,15 @@ from tightfit.serve.weights.cpu_codes import expand_for_cpu, hold_for_cpu
 
 
 def refuse_variant(*, ranks: bool, adapters: bool) -> None:
-    """Refuse what the batch would show in, where it may not."""
+    """Refuse `batch_invariant` over several ranks or with adapters, for which it is not implemented."""
     if ranks or adapters:
         beside = "ranks" if ranks else "adapters"
         raise UserError(f"batch_invariant is on, which is not there for {beside} yet; leave one of them out")
 
 
 def prepare_codes(model: Decoder, config: EngineConfig) -> EngineConfig:
-    """Bring layers in codes into the form that a CPU multiplies by; the configuration knows of it."""
+    """Convert quantized layers to what a CPU multiplies fastest; the configuration, with `rounded_weights` where such
+    layers became plain ones."""
     if config.multiplies_packed:
         hold_for_cpu(model)
     room = HOST_SHARE * free_bytes(model.embed.weight.device)
@@ -70,7 +71,7 @@ def make_runner(model: Decoder, config: EngineConfig, budget: Budget, adapters: 
 def make_proposer(
     runner: Runner | RankRunner, model: Decoder, draft: Decoder | None, budget: Budget, config: EngineConfig
 ) -> Proposer | None:
-    """Who guesses, as the configuration says."""
+    """The source of guessed tokens that the configuration names; None without speculation."""
     match config.speculation:
         case "none":
             return None
@@ -86,14 +87,15 @@ def make_proposer(
 
 
 def make_host(runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig) -> HostStore | None:
-    """Where answers that give way are kept; not where all their keys may have to be made anew, or have ranks."""
+    """The host store for keys and values of preempted sequences; None over several ranks, and with LongRoPE, whose keys
+    are computed again once a sequence outgrows the trained length."""
     if not config.host_bytes or isinstance(runner, RankRunner) or length_of_change(spec) is not None:
         return None
     return HostStore(runner.cache, config.host_bytes)
 
 
 def make_async_steps(runner: Runner | RankRunner, config: EngineConfig, compiler: Compiler | None) -> AsyncSteps | None:
-    """Steps that do not wait for the host: on a GPU, where the model is on one rank."""
+    """The launcher of steps that do not wait for the host; None over several ranks, and by default on a CPU."""
     on_gpu = runner.device.type == "cuda"
     if isinstance(runner, RankRunner) or not (on_gpu if config.async_steps is None else config.async_steps):
         return None

@@ -1,4 +1,4 @@
-"""Beam search on top of the engine: every step each beam is a request for one token, with the likeliest at its place.
+"""Beam search on top of the engine: at every step each beam is a request for one token and its top log probabilities.
 
 The prefix cache makes that cheap: all but the last positions of a beam are found in blocks that its parent filled. A
 hypothesis that ends is scored by its summed log probability divided by (its tokens)^`length_penalty`; the search is
@@ -24,7 +24,7 @@ class Hypothesis:
 
 @dataclass
 class BeamSearch:
-    """A search of `width` beams after `prompt`: ask `requests`, run them, `take` their answers, until `is_over`."""
+    """A search of `width` beams after `prompt`: run `requests` and pass their answers to `take` until `is_over`."""
 
     id: str
     prompt: list[int]
@@ -43,7 +43,7 @@ class BeamSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing better can come."""
+        """Whether no running beam can beat the finished hypotheses any more."""
         if self.length >= self.max_tokens or not self.beams:
             return True
         if len(self.finished) < self.width:
@@ -54,15 +54,15 @@ class BeamSearch:
     @property
     def best(self) -> list[Hypothesis]:
         """Up to `width` answers, the best first."""
-        found = sorted(self.finished + (self.beams if self._may_run_out else []), key=self._score, reverse=True)
+        found = sorted(self.finished + (self.beams if self._includes_running else []), key=self._score, reverse=True)
         return found[: self.width]
 
     @property
-    def _may_run_out(self) -> bool:
+    def _includes_running(self) -> bool:
         return self.length >= self.max_tokens or len(self.finished) < self.width
 
     def requests(self) -> list[Request]:
-        """One token more for every beam."""
+        """A request for the next token of every beam."""
         sampling = Sampling(max_tokens=1, temperature=0, logprobs=2 * self.width, seed=0)
         return [
             Request(
@@ -75,7 +75,7 @@ class BeamSearch:
         ]
 
     def take(self, answers: list[Answer]) -> None:
-        """The answers to the last `requests`, in their order."""
+        """Extend the beams by the answers to the last `requests`, given in the same order."""
         candidates = [
             Hypothesis((*beam.tokens, token), beam.logprob + logprob)
             for beam, answer in zip(self.beams, answers, strict=True)
@@ -103,9 +103,10 @@ DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
 
 def refuse_for_beams(request: Request, usual: Sampling) -> None:
-    """Refuse what a search would pass over: it knows the model's own probabilities, draws nothing and gives one answer.
+    """Refuse settings that beam search would ignore: it ranks by the model's own probabilities, samples nothing and
+    gives one answer.
 
-    `usual` are the settings that nobody asked for.
+    `usual` are the settings of a request that names none.
     """
     sampling = request.sampling
     unknown = {

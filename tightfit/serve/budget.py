@@ -24,12 +24,12 @@ from tightfit.serve.weights.joint import half_bytes
 HOST_SHARE = 0.25
 LEAST_GRAPH_BYTES = 512 * 2**20
 GRAPH_SHARE = 1 / 64
-"""Of free memory on a GPU, kept for captured graphs, their buffers and libraries: 1.3 to 3.5 GiB of an H200."""
+"""Share of a GPU's free memory kept for captured graphs, their buffers and libraries: 1.3 to 3.5 GiB of an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What was decided, and the bytes it was decided from."""
+    """The number of cache blocks, the longest request, and the bytes they were computed from."""
 
     blocks: int
     max_length: int
@@ -38,20 +38,21 @@ class Budget:
     cache_bytes: int
     free_bytes: int
     half_bytes: int = 0
-    """Of the weights' bytes, those of a copy in 16 bits."""
+    """The part of `weight_bytes` that a 16-bit copy of float32 weights takes."""
     draft_bytes: int = 0
-    """Weights of a draft model besides."""
+    """Weights of a draft model; not in `weight_bytes`."""
     embedding_bytes: int = 0
-    """Of the weights' bytes, those of which a step reads its tokens' rows only."""
+    """The part of `weight_bytes` in an untied embedding, of which a step reads only the rows of its tokens."""
 
     @property
     def standing_bytes(self) -> int:
-        """What is held between steps: weights, also those of a draft, and cache."""
+        """Bytes held between steps: weights, a draft model's too, and cache."""
         return self.weight_bytes + self.draft_bytes + self.cache_bytes
 
     @property
     def read_bytes(self) -> int:
-        """What a step reads of the weights: the copy in 16 bits instead of what it is a copy of, twice as large."""
+        """Bytes of weights that a step reads: where there is a 16-bit copy, the copy and not its original, twice as
+        large."""
         return self.weight_bytes - self.embedding_bytes - 2 * self.half_bytes
 
     def describe(self, block_size: int) -> str:
@@ -77,8 +78,8 @@ def decide_budget(
 ) -> Budget:
     """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already.
 
-    `spec` is the shape of what this rank keeps keys and values of, where several ranks share the model; `draft_spec`
-    that of what it keeps besides to guess with.
+    `spec` has this rank's layers and key/value heads where several ranks share the model; `draft_spec` has the layers
+    whose keys and values are cached a second time for speculation by skipping layers.
     """
     spec, weight = spec or model.spec, next(model.parameters())
     per_block = config.block_size * cache_bytes_per_token(spec, weight.element_size(), config.cache_format)
@@ -112,19 +113,19 @@ def decide_budget(
 
 
 def _weight_bytes(model: Decoder) -> int:
-    """As they are held: packed weights are buffers."""
+    """Bytes of parameters and of buffers, which packed weights are."""
     return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
 
 
 def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:
-    """What a copy of the weights in 16 bits takes, where it is of use and takes no large part of what is free."""
+    """Bytes of a 16-bit copy of the weights; 0 where it is of no use or takes more than HOST_SHARE of free memory."""
     copy_bytes = half_bytes(model, rounded=config.rounds_weights) if config.half_weights else 0
     return copy_bytes if copy_bytes <= free * HOST_SHARE else 0
 
 
 def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int, device: torch.device) -> int:
-    """The largest step: one layer's working set over its tokens, and the logits of all sequences in float32; those of a
-    padded pass besides where steps are cut into such."""
+    """Activation bytes of the largest step: one layer's working set over its tokens and the float32 logits of all
+    sequences; with `batch_invariant` also the logits of one padded pass."""
     padded = max(SIZES[device.type]) if config.batch_invariant else 0
     tokens = max(config.step_tokens, padded)
     working = layer_cost(LocalShape(spec, 1, tokens, element_bytes), spec.layers - 1).forward_working
@@ -133,7 +134,7 @@ def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: 
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated where the model is."""
+    """Bytes that can still be allocated on `device`: on a GPU also those that torch has reserved and not allocated."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
@@ -143,7 +144,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def graph_bytes(free: int) -> int:
-    """What is kept for graphs, their buffers and libraries on a GPU with `free` bytes."""
+    """Bytes kept for graphs, their buffers and libraries on a GPU with `free` bytes."""
     return max(LEAST_GRAPH_BYTES, int(GRAPH_SHARE * free))
 
 

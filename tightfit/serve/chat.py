@@ -12,7 +12,7 @@ from tightfit.serve.streams import token_streams
 
 @dataclass
 class Chat:
-    """What was said so far; `ask` adds a question and, as it is read, its answer."""
+    """The messages so far; `ask` adds a question and its answer once the answer has been read to its end."""
 
     loaded: LoadedModel
     sampling: Sampling
@@ -24,7 +24,7 @@ class Chat:
         return cls(loaded, sampling, [] if system is None else [{"role": "system", "content": system}])
 
     def ask(self, question: str) -> Iterator[str]:
-        """The answer to `question`, piece by piece; one that cannot be answered is not remembered."""
+        """The answer to `question`, piece by piece; a question without a complete answer is not kept in `messages`."""
         if not question.strip():
             raise UserError("the message is empty; give some text with -p")
         messages: list[Message] = [*self.messages, {"role": "user", "content": question}]

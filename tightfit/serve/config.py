@@ -1,4 +1,4 @@
-"""How an engine is set up."""
+"""The settings of an engine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,12 +11,12 @@ Speculation = Literal["none", "lookup", "draft", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The dials of an engine; what is None is decided from the model and from free memory."""
+    """The settings of an engine; None is decided from the model, its device and free memory."""
 
     max_sequences: int = 64
-    """Answers under way at a time."""
+    """Answers that run at a time, at most."""
     step_tokens: int = PREFILL_TOKENS
-    """Tokens a step computes at most: the largest piece of a prompt."""
+    """Tokens a step computes at most; longer prompts are computed in pieces (chunked prefill)."""
     max_length: int | None = None
     """Positions of prompt and answer together; the model's own at most."""
     cache_bytes: int | None = None
@@ -24,37 +24,37 @@ class EngineConfig:
     """The share of free memory that weights, activations and cache may take together."""
     block_size: int = 16
     cache_format: CacheFormat = "model"
-    """What keys and values are kept in: the model's own numbers, or a byte each (cache/codes.py)."""
+    """How keys and values are stored: in the model's dtype, or in one byte per number (cache/codes.py)."""
     half_weights: bool = True
     """On a CPU: read weights from a copy in 16 bits where that changes nothing (weights/half.py)."""
     packed_products: bool = True
-    """On a CPU: multiply few tokens by 4-bit codes as they are packed, in bfloat16 (weights/int4.py)."""
+    """On a CPU: multiply few tokens by packed 4-bit weights without expanding them, in bfloat16 (weights/int4.py)."""
     rounded_weights: bool = False
-    """The weights come from a file that rounded them to a few bits; a copy in 16 bits may round them by 2⁻¹¹ more."""
+    """The file's weights are quantized to a few bits, so a 16-bit copy may round them by another 2⁻¹¹."""
     prefix_cache: bool = True
     async_steps: bool | None = None
-    """Launch a step before the tokens of the last one are read; None: on GPUs."""
+    """Launch a step before the host has read the tokens of the last one; None: on GPUs only."""
     graphs: bool = True
     """Capture steps that repeat as CUDA graphs."""
     overlap: bool = True
-    """Let a kernel of a decoding step begin while the one before it ends, on cards that can."""
+    """Let a kernel of a decoding step begin while the one before it ends, on GPUs that can."""
     speculation: Speculation = "none"
     speculated_tokens: int = 4
     skipped_layers: int = 0
-    """With speculation "skip": how many layers the model leaves out when it guesses for itself."""
+    """With speculation "skip": how many of its layers the model leaves out when it serves as its own draft."""
     batch_invariant: bool = False
     """Answers are the same to the bit whatever else is in the batch (forward/row_tiles.py); slower."""
     host_bytes: int = 0
-    """Memory of the host for keys and values of answers that have to give way; without, they are computed again."""
+    """Host memory for keys and values of preempted answers; with 0 they are computed again."""
 
     @property
     def multiplies_packed(self) -> bool:
-        """Whether few tokens are multiplied otherwise than many: not where answers are to be the same in any batch."""
+        """Whether few tokens are multiplied by packed weights in another way than many; not with `batch_invariant`."""
         return self.packed_products and not self.batch_invariant
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether a copy of the weights may be off by more than float32 rounds."""
+        """Whether a 16-bit copy of the weights may differ from them by more than float32's rounding."""
         return self.rounded_weights and self.multiplies_packed
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
-"""Measures what the parts of a step take on this CPU (hardware/cpu_rates.py), by the code that steps run through.
+"""Measures how long the parts of a serving step take on this CPU (hardware/cpu_rates.py), with the engine's own code.
 
-Products with more weights than caches hold, in the forms that this CPU's torch multiplies by; norms, rotary positions
-and activations of some tokens; attention of a prompt, and of single tokens over a paged cache; and engines of models so
-narrow that their calls are all that takes time, of two depths, with one answer and with several. The best of a few
-rounds counts, and of the clock and the processor's time the shorter: what others compute meanwhile is not the model's.
+Measured are matrix products with more weights than the caches hold, in each format that this CPU's torch multiplies;
+norms, rotary positions and activations; attention of a prompt, and of single tokens over a paged cache; and engines of
+models so narrow that only their calls take time, at two depths, with one answer and with several. The best of a few
+rounds counts, and the shorter of wall time and process time: time that other processes take is not the model's.
 """
 
 import math
@@ -48,19 +48,19 @@ OUTPUTS, INPUTS, GROUP = 4096, 1024, 32
 BEYOND_CACHES_BYTES = 2**27
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 READING_ROWS = 16
-"""Up to which reading weights takes a good part of a product."""
+"""Rows up to which reading the weights takes a good part of a product's time."""
 ROUNDS = 3
 PLACES = 3
-"""In memory, of a product's input: at some of them one row took twice as long as at others."""
+"""Addresses tried for a product's input: at some, one row took twice as long as at others."""
 TOKENS, LENGTH, SEQUENCES = 256, 512, 8
 FEW_LAYERS, MORE_LAYERS, STEPS = 2, 10, 24
 PLAIN, OWN = "tiny-llama", "tiny-gemma3"
-"""Narrow models, of which one has layers over joint weights and one runs through its modules."""
+"""Narrow models: the first runs over joint weights (forward/program.py), the second through the decoder's modules."""
 
 
 @torch.inference_mode()
 def measure_cpu_rates() -> CpuRates:
-    """All parts, in some seconds."""
+    """All rates of this CPU; takes some seconds."""
     spec = replace(preset("smollm2-135m"), layers=1)
     layer_us, step_us, answer_us = _calls()
     attention_gflop_s, score_ns = _attention(spec)
@@ -90,7 +90,7 @@ def _seconds(do: Callable[[], object]) -> float:
 
 
 def _forms() -> Iterator[tuple[ReadAs, list[Weight]]]:
-    """Weights in each form that this CPU multiplies by, more than caches hold of them."""
+    """Each format that this CPU multiplies, with more weights in it than its caches hold."""
     matrix = torch.randn(OUTPUTS, INPUTS) * 0.02
     yield "fp32", [PlainWeight(matrix.clone(), None) for _ in range(_copies(4.0))]
     if cpu_has_products():
@@ -110,11 +110,11 @@ def _int4_weight(packed: Tensor) -> Int4Weight:
 
 
 def _curve(weights: list[Weight]) -> Curve:
-    """Nanoseconds for each weight at several numbers of rows."""
+    """(rows, nanoseconds per element of the weights) for several numbers of rows."""
     matrix = weights[0].matrix if isinstance(weights[0], PlainWeight) else torch.zeros(OUTPUTS, INPUTS)
     with fastest_products(matrix)():
         found = [_product_ns(weights if rows <= READING_ROWS else weights[:1], rows) for rows in ROWS]
-    return tuple(zip(ROWS, accumulate(found, max), strict=True))  # more rows never take less, whatever was noticed
+    return tuple(zip(ROWS, accumulate(found, max), strict=True))  # more rows never take less, whatever was measured
 
 
 def _product_ns(weights: list[Weight], rows: int) -> float:
@@ -129,7 +129,7 @@ def _products(weights: list[Weight], x: Tensor) -> None:
 
 
 def _element_ns(spec: ModelSpec) -> float:
-    """Of what a layer does to some tokens beside products and attention."""
+    """Nanoseconds per element that a layer's norms, rotary positions and activation move."""
     x, residual = torch.randn(2, TOKENS, spec.hidden_size)
     gate, up = torch.randn(TOKENS, 2 * spec.mlp_size).chunk(2, dim=-1)
     norm = RowNorm.of(torch.ones(spec.hidden_size), 0.0, spec.norm_eps)
@@ -146,17 +146,17 @@ def _element_ns(spec: ModelSpec) -> float:
 
 
 def _attention(spec: ModelSpec) -> tuple[float, float]:
-    """GFLOP/s of products of a prompt's queries, keys and values, and ns of each score: of wide heads and narrow ones,
-    whose products alone differ."""
+    """GFLOP/s of the products in a prompt's attention, and ns per score for the rest of it: solved from wide heads and
+    narrow ones, which differ in the products alone."""
     wide, narrow = (_score_ns(replace(spec, head_dim=size)) for size in (spec.head_dim, spec.head_dim // 4))
     flop = 4 * (spec.head_dim - spec.head_dim // 4)
-    if not narrow < wide < 4 * narrow:  # where another's work was measured: all of it as products
+    if not narrow < wide < 4 * narrow:  # disturbed by other processes: count all of it as products
         return 4 * spec.head_dim / wide, 0.0
     return flop / (wide - narrow), max(0.0, wide - 4 * spec.head_dim * (wide - narrow) / flop)
 
 
 def _score_ns(spec: ModelSpec) -> float:
-    """Of each score of a prompt's queries and the keys before them, with all that is computed for it."""
+    """Nanoseconds of a prompt's causal attention per score (pair of a query and a key it sees)."""
     query, key, value = (
         torch.randn(1, heads, LENGTH, spec.head_dim) for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
     )
@@ -166,7 +166,7 @@ def _score_ns(spec: ModelSpec) -> float:
 
 
 def _cached_gb_s(spec: ModelSpec) -> float:
-    """Of keys and values that single tokens of several sequences attend over."""
+    """GB/s at which decoding tokens of several sequences read their cached keys and values."""
     block_size, cpu = EngineConfig.block_size, torch.device("cpu")
     blocks = SEQUENCES * LENGTH // block_size
     cache = PagedCache(spec, blocks, block_size, cpu, torch.float32)
@@ -183,14 +183,14 @@ def _cached_gb_s(spec: ModelSpec) -> float:
 
 
 def _logit_ns() -> float:
-    """Of each logit of a greedy choice."""
+    """Nanoseconds per logit of a greedy choice."""
     logits = torch.randn(SEQUENCES, preset("smollm2-135m").vocab_size)
     asked = [Asked(Sequence([0], Sampling(temperature=0)), None, (), None) for _ in logits]
     return 1e9 * _best_s(lambda: choose(logits, asked)) / logits.numel()
 
 
 def _calls() -> tuple[float, float, float]:
-    """Microseconds of a plain layer's calls, of a step's others with one answer, and of each further answer."""
+    """Microseconds of calls: of a plain layer, of the rest of a step with one answer, and of each further answer."""
     few, more = (_narrow_engine(PLAIN, layers) for layers in (FEW_LAYERS, MORE_LAYERS))
     one_us, several_us = _least_us(few, 1), _least_us(few, SEQUENCES)
     layer_us = max(0.0, _least_us(more, 1) - one_us) / (MORE_LAYERS - FEW_LAYERS)
@@ -198,7 +198,7 @@ def _calls() -> tuple[float, float, float]:
 
 
 def _operation_us() -> float:
-    """Microseconds of each operation of a layer that runs through its modules."""
+    """Microseconds per operation of a layer that runs through its modules."""
     few, more = (_narrow_engine(OWN, layers) for layers in (FEW_LAYERS, MORE_LAYERS))
     counted = [step_operations(engine.model.spec, prompts=False) for engine in (few, more)]
     return max(0.0, _least_us(more, 1) - _least_us(few, 1)) / (counted[1] - counted[0])
@@ -215,7 +215,7 @@ def _least_us(engine: Engine, answers: int) -> float:
 
 
 def _step_us(engine: Engine, answers: int) -> float:
-    """The median step of `answers` answers under way."""
+    """Microseconds of the median step with `answers` answers running."""
     for index in range(answers):
         sampling = Sampling(max_tokens=STEPS, temperature=0)
         engine.submit(Request(id=str(index), prompt=[1, 2, 3, 4], sampling=sampling))

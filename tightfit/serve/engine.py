@@ -1,8 +1,9 @@
 """The engine: requests in, tokens out, one step at a time. Not for several threads; service.py gives it one.
 
-A step is scheduled, run and its tokens chosen; then every answer that got tokens is told so, and those that are over
-give their blocks back. Where the model runs on a GPU and nothing needs the host, a step is launched before the tokens
-of the one before it are read (`graphs/async_steps.py`); the schedule needs lengths only.
+A step is scheduled and run, and tokens are chosen from its logits; each answer is then extended by its tokens, and
+finished answers free their blocks. Where the model runs on a GPU and no answer needs the host (`Sampling.needs_host`),
+a step is launched before the tokens of the one before it are read (`graphs/async_steps.py`): scheduling needs lengths
+only.
 """
 
 import threading
@@ -48,7 +49,7 @@ from tightfit.serve.speculation.break_even import break_even_share, hint
 
 @dataclass
 class Counts:
-    """What an engine has done since it began."""
+    """Totals since the engine began; `guessed` tokens are those of speculation, `kept` the accepted ones among them."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -74,7 +75,7 @@ class Engine:
         ranks: RankRunner | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        """`compiler` compiles kernels in other processes; without one that is done here."""
+        """`compiler` compiles kernels in other processes; without one this process compiles them."""
         self.model, self.tokenizer, self.config = model.eval(), tokenizer, config or EngineConfig()
         self.adapters, self.spread = dict(adapters or {}), ranks is not None
         refuse_folded(self.adapters, model.spec)
@@ -100,8 +101,8 @@ class Engine:
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
         self._constraints: Constraints | None = None
-        self._constraints_lock = threading.Lock()  # forms are checked in threads of their own (service.py)
-        self._host_bound = 0  # answers whose next token depends on what the host knows
+        self._constraints_lock = threading.Lock()  # grammars are checked in threads of their own (service.py)
+        self._host_bound = 0  # running answers whose `sampling.needs_host`
         self._flights: deque[Flight] = deque()
         sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
         self._async_steps = None if sees_every_token else make_async_steps(self.runner, self.config, compiler)
@@ -113,13 +114,13 @@ class Engine:
 
     @property
     def allocated_bytes(self) -> int:
-        """What weights, cache and buffers really take: of the GPU's allocator, or of the tensors on a CPU."""
+        """Bytes that weights, cache and buffers really take: by the GPU's allocator; on a CPU, of all tensors."""
         if self.runner.device.type == "cuda":
             return torch.cuda.memory_allocated(self.runner.device)
         return held_bytes(self.model, self.runner, self._proposer)
 
     def describe(self) -> str:
-        """What was predicted and what was allocated, in a line each."""
+        """Lines for the user: the budget, predicted and allocated bytes, and the break-even share of kept guesses."""
         predicted, allocated = (f"{b / 2**20:,.0f} MiB" for b in (self.budget.standing_bytes, self.allocated_bytes))
         budget = self.budget.describe(self.config.block_size)
         lines = f"{budget}\npredicted {predicted} for weights and cache, allocated {allocated}"
@@ -134,7 +135,7 @@ class Engine:
         return hint(self.counts.kept, self.counts.guessed, self.break_even)
 
     def check(self, request: Request) -> Request:
-        """The request with its answer no longer than there is room for; a UserError where it cannot be done."""
+        """The request itself; a UserError where the engine cannot answer it."""
         prompt, spec = request.prompt, self.model.spec
         if not prompt:
             raise UserError("the prompt is empty; begin with the model's first or end-of-text token")
@@ -170,17 +171,17 @@ class Engine:
             self.scheduler.add(running.sequence)
 
     def cancel(self, request_id: str) -> None:
-        """Nobody wants this request any more: its blocks are free at once. Unknown ones are none of our business."""
+        """Drop a request and free its blocks at once; ids that are unknown or finished are ignored."""
         for running in self._of_request.pop(request_id, []):
             self.scheduler.remove(running.sequence, "cancelled")
             if self._running.pop(running.sequence, None) is not None:
                 self._host_bound -= running.sequence.sampling.needs_host
 
     def step(self) -> list[Output]:
-        """Run a step, or launch the next and return what the one before added."""
+        """Run a step and return its outputs; or launch it, and return those of the one before."""
         if self._async_steps is not None and not self._host_bound:
             return self._launch(self._async_steps)
-        outputs = self._landed(0)
+        outputs = self._collect(0)
         chunks = self.scheduler.schedule()
         return outputs + (self._run(chunks) if chunks else [])
 
@@ -194,10 +195,10 @@ class Engine:
             for chunk in chunks:
                 if not chunk.chooses:
                     self.scheduler.settle(chunk.sequence)
-        return self._landed(1 if chunks else 0)
+        return self._collect(1 if chunks else 0)
 
-    def _landed(self, flying: int) -> list[Output]:
-        """What the steps under way added, but for the last `flying`."""
+    def _collect(self, flying: int) -> list[Output]:
+        """Outputs of the launched steps, except for the last `flying`, which stay in flight."""
         outputs = []
         while len(self._flights) > flying:
             flight = self._flights.popleft()
@@ -205,11 +206,11 @@ class Engine:
                 chunk.sequence.pending -= 1
                 running = self._running.get(chunk.sequence)
                 if running is not None:
-                    outputs.append(self._took_token(running, token))
+                    outputs.append(self._extend_by_token(running, token))
         return outputs
 
     def _run(self, chunks: list[Chunk]) -> list[Output]:
-        """One step, to its end."""
+        """Run one step and choose its tokens before returning."""
         drafts = self._proposer.propose(chunks) if self._proposer else {}
         chunks = ordered(chunks)
         logits = self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
@@ -219,7 +220,7 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.stored = chunk.end
         chosen = (choose_alone if self.config.batch_invariant else choose)(logits, asked) if asked else []
-        outputs = [self._took(chunk, choice) for chunk, choice in zip(choosing, chosen, strict=True)]
+        outputs = [self._extend(chunk, choice) for chunk, choice in zip(choosing, chosen, strict=True)]
         for chunk in chunks:
             self.scheduler.settle(chunk.sequence)
         for chunk in choosing:
@@ -248,7 +249,7 @@ class Engine:
         )
 
     def _measure_break_even(self) -> float | None:
-        """From which share of kept guesses on they pay; None where nobody guesses, or it is not known."""
+        """The share of guesses that must be kept for guessing to pay; None without guesses, on a GPU and over ranks."""
         if self._proposer is None or not isinstance(self.runner, Runner) or self.runner.device.type == "cuda":
             return None
         guesses = self.config.speculated_tokens
@@ -288,8 +289,8 @@ class Engine:
         running = self._running[chunk.sequence]
         return Asked(chunk.sequence, running.matcher, tuple(chunk.proposal), draft)
 
-    def _took(self, chunk: Chunk, chosen: Chosen) -> Output:
-        """Tell an answer its next tokens, and end it where it is over."""
+    def _extend(self, chunk: Chunk, chosen: Chosen) -> Output:
+        """Extend an answer by its chosen tokens, and finish it if one of them ends it."""
         sequence, running = chunk.sequence, self._running[chunk.sequence]
         first = sequence.answered == 0
         if chunk.proposal:
@@ -307,8 +308,8 @@ class Engine:
         chances: list[TokenChance] = chosen.chances[: len(taken)]
         return Output(running.request.id, sequence.index, tuple(taken), text, tuple(chances), finish, cached)
 
-    def _took_token(self, running: Running, token: int) -> Output:
-        """`_took` for one token without guesses or log probabilities: done for hundreds of sequences a step."""
+    def _extend_by_token(self, running: Running, token: int) -> Output:
+        """`_extend` by one token without guesses or log probabilities: done for hundreds of sequences a step."""
         sequence = running.sequence
         cached = sequence.cached if len(sequence.tokens) == len(sequence.prompt) else 0
         taken, text, finish = running.extend([token])

@@ -1,7 +1,7 @@
-"""What an engine on a CPU holds: the tensors that can be reached from it, which nobody predicted.
+"""Bytes that an engine on a CPU holds: measured over all tensors that can be reached from it, not predicted.
 
-A GPU's allocator counts for itself. The host's does not tell tensors from all else, so they are looked for: in modules,
-in our own objects and in collections of those; every storage once, however many tensors look at it.
+A GPU's allocator counts for itself. The host's does not tell tensors from other memory, so tensors are searched for in
+modules, in our own objects and in collections of those; a storage counts once, however many tensors are views of it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ def held_bytes(*roots: Any) -> int:
 
 
 def _parts(part: Any) -> Iterable[Any]:
-    """What a thing is made of, as far as tensors may be in there."""
+    """The items or attributes of `part` that may hold tensors."""
     if isinstance(part, Mapping):
         return part.values()
     if isinstance(part, list | tuple | set | frozenset):

@@ -1,4 +1,4 @@
-"""The same load on llama.cpp, from the same GGUF file, as xllamacpp brings it: a server inside this process.
+"""The load of `tightfit bench serve` on llama.cpp with the same GGUF file: xllamacpp's server inside this process.
 
 Keys and values are kept in float32, as ours on a CPU, and its flash attention, which reads them in 16 bits, is off.
 Greedy, with as many threads as torch has, and as many slots as there are requests at a time.
@@ -39,7 +39,7 @@ class LlamaCpp:
         self.server: Any = xllamacpp.Server(params)
 
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
-        """`count` tokens after `prompt`, the likeliest each."""
+        """`count` greedily chosen tokens after `prompt`."""
         asked = {"prompt": list(prompt), "n_predict": count, "temperature": 0, "cache_prompt": False}
         body = json.dumps(asked | {"return_tokens": True, "ignore_eos": True}).encode()
         url = self.server.listening_address + "/completion"
@@ -60,7 +60,7 @@ class LlamaCppPeer:
         self.path, self.vocab_size = path, vocab_size
 
     def measured(self, at_once: int, *, prompt_tokens: int, answer_tokens: int) -> PeerRow:
-        """Random prompts at the same time, after some that are not timed."""
+        """Latency and throughput with `at_once` random prompts at a time, after a round that is not timed."""
         peer = LlamaCpp(self.path, slots=at_once, positions=prompt_tokens + answer_tokens + 1)
         try:
             self._seconds(peer, at_once, prompt_tokens, min(2, answer_tokens))

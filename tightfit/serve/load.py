@@ -1,8 +1,8 @@
-"""Latency and throughput of a served model under load: so many requests at a time, each replaced when it is over.
+"""Latency and throughput of an engine under load: a fixed number of requests at a time, each replaced when it is over.
 
-Beside it what reading allows, as in a plan: a step needs all weights (of experts those of one token at least) and its
-requests' keys and values once, at the rate at which this device really reads. And what a plan would predict
-(plan/serving_time.py, on a CPU plan/cpu_serving_time.py) from what is measured here before.
+Beside them stands the bound by memory bandwidth, as in a plan: a step reads all weights (of experts those of one token
+at least) and its requests' keys and values once, at the bandwidth measured on this device. And what a plan would
+predict (plan/serving_time.py, on a CPU plan/cpu_serving_time.py) from rates that are measured here first.
 """
 
 import math
@@ -33,7 +33,7 @@ from tightfit.serve.weights.weight import Weight
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRow:
-    """What `at_once` requests at a time got."""
+    """Latency and throughput with `at_once` requests at a time: measured, bounded and predicted."""
 
     at_once: int
     requests: int
@@ -43,7 +43,7 @@ class LoadRow:
     between_tokens_ms_p90: float
     tokens_per_second: float
     most_tokens_per_second: float
-    """What reading weights, keys and values allows."""
+    """The bound by the bandwidth for reading weights, keys and values."""
     predicted_first_token_ms: float
     predicted_between_tokens_ms: float
     predicted_tokens_per_second: float
@@ -55,19 +55,19 @@ PRODUCT_SIZE = 8192
 
 
 def read_bytes_per_second(device: torch.device) -> float:
-    """How fast memory is read where a model is: the best of a few sums over more than caches hold."""
+    """The read bandwidth of `device`: the best of a few sums over more bytes than its caches hold."""
     data = torch.zeros(READ_BYTES // 4, device=device)
     return READ_BYTES / min(seconds_each(lambda: data.sum().item(), READ_ROUNDS))
 
 
 def product_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """How fast this device multiplies matrices: the best of a few."""
+    """FLOP/s of a large matrix product on `device`: the best of a few."""
     left = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=device, dtype=dtype)
     return 2 * PRODUCT_SIZE**3 / min(seconds_each(lambda: (left @ left)[0, 0].item(), READ_ROUNDS))
 
 
 def measured_rates(engine: Engine) -> ServingRates:
-    """What the engine's device does a second, as measured now."""
+    """Bytes and FLOP a second of the engine's device (on a CPU all its rates), measured now."""
     device, dtype = engine.runner.device, engine.model.embed.weight.dtype
     if device.type == "cpu":
         return engine_reads_as(engine, measure_cpu_rates())
@@ -83,7 +83,7 @@ def measured_rates(engine: Engine) -> ServingRates:
 
 
 def engine_reads_as(engine: Engine, measured: CpuRates) -> CpuStepRates:
-    """A CPU's rates for the weights of `engine`, as its products read them."""
+    """The CPU's `measured` rates, with the weight formats that the products of `engine` read."""
     program = engine.runner.program if isinstance(engine.runner, Runner) else None
     if program is None:
         coded = any(
@@ -98,7 +98,7 @@ def _form(weight: Weight) -> ReadAs:
 
 
 def _read_bytes(engine: Engine) -> float:
-    """Weights that a step reads."""
+    """Bytes of weights that a step reads, of experts those of one token."""
     return engine.budget.read_bytes * engine.model.spec.params(active=True) / engine.model.spec.params()
 
 
@@ -110,7 +110,7 @@ def _cache_bytes_per_token(engine: Engine) -> int:
 def predicted_seconds(
     engine: Engine, rates: ServingRates, at_once: int, prompt_tokens: int, answer_tokens: int
 ) -> tuple[float, float]:
-    """From a request to its first token, and from a token to the next, with `at_once` under way.
+    """Predicted seconds from a request to its first token, and from a token to the next, with `at_once` running.
 
     Prompts come together: those that fit one step are computed in one, else the median one waits for half of them.
     """
@@ -127,7 +127,7 @@ def predicted_seconds(
 
 
 def most_tokens_per_second(engine: Engine, at_once: int, length: float, bytes_per_second: float) -> float:
-    """With `at_once` answers under way over `length` positions each."""
+    """Tokens a second that the read bandwidth allows, with `at_once` answers over `length` positions each."""
     return at_once * bytes_per_second / (_read_bytes(engine) + at_once * length * _cache_bytes_per_token(engine))
 
 

@@ -1,11 +1,10 @@
-"""Answers to a file of prompts: JSON lines in, JSON lines out, in any order of finishing, and resumable.
+"""Answers to a file of prompts: JSON lines in, JSON lines out in the order in which they finish, and resumable.
 
 A line in has `prompt` (a text), `tokens` (ids) or `messages` (a chat), optionally an `id` and settings that differ from
 the command's. A line out has the id, the texts, why they ended and how many tokens they took. Lines are appended and
 flushed as they are ready; a run that was killed goes on with the ids that are not in the output yet (its last line, if
-the kill cut it, is dropped). A line out also has a digest of what was `asked`: where prompts or settings have changed
-since, the answers would be to something else, and that is refused. One process at a time writes to an output, and no
-file of the user's is changed.
+the kill cut it, is dropped). A line out also has a digest of its prompt and settings (`asked`): a run that goes on with
+other prompts or settings is refused. One process at a time writes to an output, and no file of the user's is changed.
 """
 
 import hashlib
@@ -30,10 +29,10 @@ from tightfit.writer_lock import locked_beside
 
 MOST_PROMPT_BYTES = 2**30
 BEGINNING = b'{"id": "'
-"""Of every line we write."""
+"""How every line that we write begins."""
 ANSWER_FIELDS = {"id", "text", "finish_reason", "usage"}
 ASKED = "asked"
-"""The digest of what was asked; lines of before have none."""
+"""The field for the digest of prompt and settings; lines of earlier versions have none."""
 DIGEST_BYTES = 8
 SETTINGS = frozenset(each.name for each in fields(Sampling)) - {"grammar", "stop_ids"}
 
@@ -49,7 +48,7 @@ class Prompt:
 
     @property
     def place(self) -> str:
-        """Where it was said, for who has to change it."""
+        """Its file and line, for error messages."""
         return f"{self.source}, line {self.line}"
 
 
@@ -85,14 +84,14 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
 
 @dataclass(frozen=True)
 class Finished:
-    """What an output has already: the ids it answers with what was asked, and the bytes of whole lines they take."""
+    """What an output has already: digests (`asked`) of its answers by id, and the bytes of its whole lines."""
 
     asked: Mapping[str, str | None] = field(default_factory=dict)
     whole_bytes: int = 0
 
 
 def read_finished(path: Path) -> Finished:
-    """What `path` has answers to, as we wrote them; a line that a kill cut off does not count. Nothing is changed."""
+    """The answers that `path` has, which must be an output of ours; a line that a kill cut off does not count."""
     try:
         require_regular(path)
         with path.open("rb") as file:
@@ -139,7 +138,8 @@ def _check_request(engine: Engine, prompt: Prompt, request: Request) -> None:
 
 
 def asked_digest(request: Request, beams: int) -> str:
-    """Of everything that an answer depends on, but for the model; nothing is drawn with several beams."""
+    """A digest of everything but the model that an answer depends on; of `max_tokens` alone among the settings of a
+    beam search, which samples nothing."""
     sampling = request.sampling
     names = SETTINGS - {"logit_bias"} if beams == 1 else {"max_tokens"}
     settings = {name: getattr(sampling, name) for name in sorted(names)}
@@ -149,7 +149,7 @@ def asked_digest(request: Request, beams: int) -> str:
 
 
 def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling) -> Request:
-    """What the engine is asked for one line."""
+    """The request to the engine for one line; settings that the line does not name are those of `base`."""
     given = prompt.given
     changes = {key: given[key] for key in SETTINGS & given.keys()}
     if isinstance(stop := changes.get("stop"), str | list):
@@ -205,9 +205,9 @@ def answer_prompts(
     on_finished: Callable[[int, int], None] = lambda done, total: None,
     beams: int = 1,
 ) -> int:
-    """Answer those that `target` has not answered yet; returns how many were answered now.
+    """Answer the prompts that `target` has no answers to yet; returns how many were answered now.
 
-    With several `beams` no token is drawn: an answer is the likeliest that a beam search finds.
+    With several `beams` nothing is sampled: an answer is the likeliest that a beam search finds.
     """
     assert engine.tokenizer is not None
     asking = Asking(target, beams, prompts, [to_request(each, engine.tokenizer, sampling) for each in prompts])
@@ -218,7 +218,7 @@ def answer_prompts(
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
-            finished = read_finished(target)  # as it is now that nobody else writes
+            finished = read_finished(target)  # again: under the lock no other process writes
             left = [request for _, request in asking.unanswered(finished)]
             on_finished(len(prompts) - len(left), len(prompts))
             answered = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
@@ -229,7 +229,7 @@ def answer_prompts(
 
 @dataclass(frozen=True)
 class Asking:
-    """What is asked of the engine by each prompt, answered into `target`."""
+    """Prompts and their requests to the engine, whose answers go to `target`."""
 
     target: Path
     beams: int
@@ -237,7 +237,7 @@ class Asking:
     requests: list[Request]
 
     def unanswered(self, finished: Finished) -> list[tuple[Prompt, Request]]:
-        """What is not `finished`; a sentence where what is was asked otherwise."""
+        """Prompts that are not in `finished`; a UserError where a finished one had another prompt or other settings."""
         left = []
         for prompt, request in zip(self.prompts, self.requests, strict=True):
             if prompt.id not in finished.asked:
@@ -259,18 +259,18 @@ def _writing(target: Path) -> Iterator[None]:
         raise UserError(f"cannot write {target}: {error.strerror}; {fix}") from error
 
 
-def _append(lines: Iterator[dict[str, Any]], target: Path, done: Finished, told: Callable[[int], None]) -> None:
-    """Write lines into `target` as they are made, behind the whole ones it has."""
+def _append(lines: Iterator[dict[str, Any]], target: Path, done: Finished, on_line: Callable[[int], None]) -> None:
+    """Append lines to the whole ones of `target`, each as it comes; `on_line` is called with their number."""
     with target.open("ab") as out:
         out.truncate(done.whole_bytes)
         for count, line in enumerate(lines, 1):
             out.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             out.flush()
-            told(count)
+            on_line(count)
 
 
 def finished_requests(engine: Engine, requests: list[Request]) -> Iterator[tuple[Request, list[Answer]]]:
-    """Requests with their answers as they are over; a few more than can run are with the engine at a time."""
+    """Requests with their answers, in the order in which they finish; the engine gets twice as many as it can run."""
     waiting = iter(requests)
     open_requests: dict[str, Request] = {}
     answers: dict[str, list[Answer]] = {}

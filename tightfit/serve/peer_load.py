@@ -1,4 +1,5 @@
-"""The same load on `transformers`, from the same weights: greedy `generate` of a batch of prompts of one length."""
+"""The load of `tightfit bench serve` on `transformers` with the same weights: greedy `generate` of a batch of prompts
+of one length."""
 
 import random
 import statistics
@@ -19,7 +20,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRow:
-    """What `at_once` requests at a time got of it: medians of a few batches."""
+    """Latency and throughput of another server with `at_once` requests at a time: medians of a few batches."""
 
     at_once: int
     first_token_ms: float
@@ -38,7 +39,7 @@ class PeerRow:
 
 
 class TransformersPeer:
-    """The model of a decoder, once more."""
+    """A model of `transformers` with the weights of a decoder."""
 
     def __init__(self, model: Decoder) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,7 +56,7 @@ class TransformersPeer:
         self.vocab_size = model.spec.vocab_size
 
     def measured(self, at_once: int, *, prompt_tokens: int, answer_tokens: int) -> PeerRow:
-        """Batches of random prompts, after one that is not timed."""
+        """Latency and throughput of batches of `at_once` random prompts, after a batch that is not timed."""
         self._seconds(at_once, prompt_tokens, min(2, answer_tokens))
         first = statistics.median(self._seconds(at_once, prompt_tokens, 1) for _ in range(ROUNDS))
         whole = statistics.median(self._seconds(at_once, prompt_tokens, answer_tokens) for _ in range(ROUNDS))
@@ -74,5 +75,5 @@ class TransformersPeer:
             do_sample=False,
             pad_token_id=0,
         )
-        made[0, -1].item()  # which waits for a GPU
+        made[0, -1].item()  # waits for the GPU
         return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What a model thinks of a prompt, token by token: for clients that measure texts instead of asking for more.
+"""Log probabilities of a prompt's own tokens, for clients that score texts instead of having them continued.
 
 One forward pass through the decoder, as for embeddings; logits of a few positions at a time, never all of them.
 """
@@ -18,7 +18,7 @@ ROWS = 64
 
 @torch.inference_mode()
 def prompt_chances(tokens: Sequence[int], top: int, engine: Engine) -> list[TokenChance]:
-    """The chance of each token after the first, and the `top` likeliest at its place."""
+    """The log probability of each token after the first, with the `top` likeliest tokens at its position."""
     if engine.spread:
         raise UserError(
             "echo with logprobs needs a model that is whole on one rank; serve it without --tensor and --pipeline"

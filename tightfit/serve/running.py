@@ -1,4 +1,4 @@
-"""Running: an answer under way, and what its next tokens do to it."""
+"""Running: an answer under way, and how its next tokens extend it or end it."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from tightfit.serve.schedule.sequence import Sequence
 
 @dataclass(eq=False)
 class Running:
-    """What the engine keeps of one answer: its sequence, its text so far, and where it stands in its grammar."""
+    """What the engine keeps of one answer: its sequence, the decoder of its text, and its state in the grammar."""
 
     request: Request
     sequence: Sequence
@@ -20,9 +20,9 @@ class Running:
     """Other answers to the request, which begin once the prompt is in the cache."""
 
     def extend(self, tokens: list[int]) -> tuple[list[int], str, Finish | None]:
-        """Append `tokens` until one ends the answer: which were taken, their text, and why it is over."""
+        """Append `tokens` until one ends the answer; (the tokens appended, their text, why it is over or None)."""
         sequence, text, taken = self.sequence, "", []
-        if self.text is None and self.matcher is None and len(tokens) == 1:  # plain tokens in, plain tokens out
+        if self.text is None and self.matcher is None and len(tokens) == 1:  # the fast path: neither text nor grammar
             sequence.append(tokens[0])
             return tokens, "", self._ends(tokens[0])
         for token in tokens:

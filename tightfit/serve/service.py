@@ -1,8 +1,8 @@
 """The engine in a thread of its own, for a server whose requests live in an event loop.
 
 The loop puts requests and cancellations into an inbox, which the thread empties before every step; outputs go back in
-one call per step. Each request has a queue of its own, so a client that reads slowly holds nobody up. When the engine
-fails, every waiting request is told, and so is whoever asked to be.
+one call per step. Each request has a queue of its own, so a client that reads slowly delays no other. When the engine
+fails, every waiting request gets an `EngineDiedError`, and `on_failure` is called.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ class EngineDiedError(RuntimeError):
 
 
 class OverloadedError(RuntimeError):
-    """As many requests are waiting as may."""
+    """The limit on open requests is reached."""
 
 
 @dataclass
 class TokenRate:
-    """Tokens of the last seconds, for those who watch."""
+    """Tokens a second over the last `window_s`, for metrics."""
 
     window_s: float = 5.0
     _seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, tokens: int) -> None:
-        """Tokens that came just now."""
+        """Count tokens that were generated just now."""
         self._seen.append((time.monotonic(), tokens))
 
     def per_second(self) -> float:
@@ -64,7 +64,7 @@ class Service:
         self._on_failure: Callable[[], None] = lambda: None
 
     def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None] = lambda: None) -> None:
-        """Begin; `on_failure` is called in the loop when the engine dies."""
+        """Start the thread; `on_failure` is called in the loop when the engine dies."""
         self._loop, self._on_failure = loop, on_failure
         self._thread.start()
 
@@ -78,11 +78,11 @@ class Service:
 
     @property
     def open_requests(self) -> int:
-        """Requests whose answers somebody still waits for."""
+        """The number of requests whose answers are not complete yet."""
         return len(self._queues)
 
     async def outputs(self, request: Request, seconds: float | None = None) -> AsyncGenerator[Output, None]:
-        """What is added to the answers of `request`, until all are over. Leaving early cancels it.
+        """The outputs of `request` until all its answers are over; closing the generator early cancels it.
 
         After `seconds` it is cancelled with a TimeoutError.
         """
@@ -108,7 +108,8 @@ class Service:
                 self._put(lambda engine: engine.cancel(request.id))
 
     async def check(self, request: Request) -> Request:
-        """The request as the engine takes it; reading a form may take a second, in which others are listened to."""
+        """The request, checked by the engine: in a thread where compiling a grammar may take a second, so that the loop
+        goes on."""
         if request.sampling.grammar is None:
             return self.engine.check(request)
         return await asyncio.to_thread(self.engine.check, request)
@@ -160,7 +161,7 @@ class Service:
             self._send(self._fail)
 
     def _take_work(self) -> bool:
-        """Empty the inbox, waiting where there is nothing else to do; False when it is time to end."""
+        """Do the work in the inbox, waiting for some while the engine is idle; False once the service is stopping."""
         with self._wake:
             while not (self._inbox or self._stopping or self.engine.has_work):
                 self._wake.wait()
@@ -173,7 +174,7 @@ class Service:
 
     def _send(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever listened
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and with it all clients
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, outputs: list[Output]) -> None:

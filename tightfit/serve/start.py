@@ -1,4 +1,4 @@
-"""From what a user typed to an engine: which model where there is none named, on which device, in which numbers."""
+"""From what a user typed to an engine: the model where none is named, the device and the dtype."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
 from tightfit.serve.ranks.share import Spread, check_spread, find_meeting, join, load_share
 
 OWN_RUN = "runs/stdlib"
-"""What `make run` trains."""
+"""The run that `make run` trains."""
 
 
 def default_model() -> str:
@@ -40,7 +40,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def gpu_count(wanted: str) -> int:
-    """GPUs that `wanted` may use."""
+    """The number of GPUs that the device `wanted` may use."""
     return torch.cuda.device_count() if pick_device(wanted).type == "cuda" else 0
 
 
@@ -53,10 +53,10 @@ def start_engine(
     adapters: Mapping[str, Path] | None = None,
     compiler: Compiler | None = None,
 ) -> tuple[LoadedModel, Engine]:
-    """The model at `source` and an engine for it; bfloat16 on a GPU that has it, float32 on a CPU (but for products
+    """The model at `source` and an engine for it; in bfloat16 on a GPU that has it, float32 on a CPU (but for products
     with 4-bit codes: weights/int4.py).
 
-    `compiler` may have been started before, and is closed; without one there is one where it is needed.
+    A `compiler` that was started before is closed at the end; without one, one is started where Triton compiles.
     """
     where = pick_device(device)
     if compiler is None and where.type == "cuda" and HAS_TRITON:
@@ -83,7 +83,7 @@ def gpu_dtype(device: torch.device) -> torch.dtype:
 def check_ranks(
     source: str, spread: Spread, device: str, *, adapters: bool, draft: str | None, skip: int | None
 ) -> None:
-    """Refuse what ranks cannot do, before any is started."""
+    """Refuse what a model over several ranks cannot do, before any rank is started."""
     if adapters:
         raise UserError("--adapter is for a model on one rank; leave out --tensor and --pipeline, or merge the adapter")
     if draft:
@@ -96,7 +96,7 @@ def check_ranks(
 def start_first_rank(
     source: str, config: EngineConfig, spread: Spread, store: object, device: str
 ) -> tuple[LoadedModel, Engine]:
-    """The engine of rank 0; the others must be starting."""
+    """The model and the engine of rank 0; the other ranks must be starting."""
     steps = _steps(0, source, config, spread, store, device)
     tokenizer = load_source_tokenizer(source)
     model = steps.share.model
@@ -104,7 +104,7 @@ def start_first_rank(
 
 
 def run_other_rank(index: int, source: str, config: EngineConfig, spread: Spread, port: int, device: str) -> None:
-    """Rank `index` + 1, until rank 0 has ended."""
+    """Run rank `index` + 1 until rank 0 has ended."""
     torch.set_num_threads(1)
     follow(_steps(index + 1, source, config, spread, find_meeting(port, spread.ranks), device))
 

@@ -1,4 +1,4 @@
-"""Answers as streams of text, for whoever has no event loop: of an engine, or of one made for a prompt."""
+"""Answers as iterators of text, for callers without an event loop: of an engine, or of one made for a prompt."""
 
 import sys
 from collections import deque
@@ -14,7 +14,7 @@ from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
 WORTH_A_COPY = 256
-"""Tokens of an answer from which making a copy of the weights in 16 bits takes less time than it saves."""
+"""Tokens of an answer from which a 16-bit copy of the weights saves more time than making it takes."""
 
 
 def sample_streams(

@@ -1,1 +1,1 @@
-"""Keys and values: the paged cache, attention over it, and what is kept in the host."""
+"""Keys and values: the paged cache, attention over it, and the store in host memory."""

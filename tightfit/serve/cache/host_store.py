@@ -1,8 +1,8 @@
-"""Keys and values of sequences that had to give way, kept in the host's memory until they run again.
+"""Keys and values of preempted sequences, kept in host memory until the sequences run again.
 
-The other way is to compute them again, as the scheduler does where there is no room. Copying 2 · layers · kv_heads ·
-D numbers a position over the host's link is faster than computing them for long sequences on a GPU, slower for short.
-Copies are ordered after the steps that wrote what they read: they are made on the stream that runs those.
+The alternative is to compute them again, as happens where the store has no room. Copying 2 · layers · kv_heads · D
+numbers a position over the host's link is faster than computing them for long sequences on a GPU, slower for short.
+Copies run on the stream of the steps, and so after the steps that wrote what they copy.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Saved:
 
 
 class HostStore:
-    """Up to `most_bytes` of what a cache held."""
+    """Holds up to `most_bytes` of blocks copied from `cache`."""
 
     def __init__(self, cache: PagedCache, most_bytes: int) -> None:
         self.cache, self.most_bytes = cache, most_bytes
@@ -39,12 +39,12 @@ class HostStore:
 
     @property
     def used_bytes(self) -> int:
-        """What is kept now."""
+        """Bytes kept now."""
         return sum(each.bytes for each in self._saved.values())
 
     @torch.inference_mode()
     def save(self, sequence: Sequence) -> None:
-        """Keep what a running sequence has in the cache, if there is room; it is about to lose its blocks."""
+        """Copy the blocks of a sequence that is being preempted to the host, if there is room."""
         count = -(-sequence.stored // self.cache.block_size)
         per_block = self.cache.bytes // self.cache.storage.shape[2]
         if not count or self.used_bytes + count * per_block > self.most_bytes:
@@ -57,7 +57,7 @@ class HostStore:
 
     @torch.inference_mode()
     def restore(self, sequence: Sequence) -> None:
-        """Fill the blocks of a sequence that runs again, but for the first ones, which it found in the cache."""
+        """Copy saved blocks back for a sequence that runs again, except those it found in the prefix cache."""
         saved = self._saved.pop(sequence, None)
         if saved is None or saved.stored <= sequence.stored:
             return
@@ -71,5 +71,5 @@ class HostStore:
         self.restored_count += 1
 
     def drop(self, sequence: Sequence) -> None:
-        """Nobody wants this sequence any more."""
+        """Forget a sequence that will not run again."""
         self._saved.pop(sequence, None)

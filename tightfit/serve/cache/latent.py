@@ -11,7 +11,7 @@ and values of all heads are 49 152. Two ways to attend, the same numbers but for
 - pieces of prompts: keys and values are expanded for the length of a layer, as in training, which is less work where
   there are many queries.
 
-Blocks are gathered; vectors are wider than what the paged kernels take. Adapters (LoRA) of W_k and W_v are refused.
+Blocks are gathered, as the vectors are wider than the paged kernels take. Adapters (LoRA) of W_k and W_v are refused.
 """
 
 import torch
@@ -25,7 +25,7 @@ from tightfit.serve.schedule.step import Step
 
 
 class LatentCache(PagedCache):
-    """Small vectors of `blocks` blocks for all layers."""
+    """Latent vectors of all layers in `blocks` blocks."""
 
     @property
     def has_row_kernel(self) -> bool:
@@ -35,8 +35,8 @@ class LatentCache(PagedCache):
     def attend_latent(
         self, layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float
     ) -> Tensor:
-        """Attention [1, heads, N, value_dim] of query [1, heads, N, D] of the step's tokens, whose vectors [1, N, …]
-        are stored."""
+        """Store the latent vectors [1, N, …] of the step's tokens; attention [1, heads, N, value_dim] of their query
+        [1, heads, N, D]."""
         step = self.step
         assert step is not None, "a step has to be set before layers run"
         vectors = self._store(layer, 0, step, vectors[:, None])[:, 0]
@@ -49,12 +49,12 @@ class LatentCache(PagedCache):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _latent_singles(self, step: Step, query: Tensor, layer: int, expansion: Expansion, scale: float) -> Tensor:
-        """Of one query each, [heads, singles, D], over the vectors themselves."""
+        """Attention of the single tokens' queries [heads, singles, D] over the vectors themselves."""
         found = self._gathered(layer, 0, step.tables, step.longest)[:, :, 0]  # [singles, positions, …]
         return _absorbed(query, found, expansion, step.single_mask(None), scale)
 
     def _latent_rows(self, step: Step, query: Tensor, layer: int, expansion: Expansion, scale: float) -> Tensor:
-        """Of queries [heads, N, D] each by itself, as PagedCache.attend_rows does it."""
+        """Attention of queries [heads, N, D], each computed by itself as in PagedCache.attend_rows."""
         rows: list[Tensor] = []
         for table, lengths in step.runs:
             found = self._gathered(layer, 0, table, max(lengths))[:, :, 0]
@@ -67,7 +67,7 @@ class LatentCache(PagedCache):
     def _latent_pieces(
         self, step: Step, group: range, query: Tensor, vectors: Tensor, layer: int, expansion: Expansion, scale: float
     ) -> Tensor:
-        """Of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, value_dim]."""
+        """Attention of the pieces of a group, as PagedCache._pieces: [1, heads, tokens, value_dim]."""
         piece, count, rows = step.pieces[group.start], len(group), step.rows_of(group)
         own = vectors[0, rows].unflatten(0, (count, -1))
         if piece.before:

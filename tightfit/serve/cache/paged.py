@@ -1,10 +1,11 @@
 """The paged key/value cache and attention over it.
 
-Keys and values of a layer lie in blocks of `block_size` positions, [blocks, block_size, kv_heads, D], and a sequence's
-blocks anywhere among them. A step writes its new positions first. On a GPU single tokens are one kernel over block
-tables (kernels/paged_attention.py) and pieces of prompts another (kernels/paged_prefill.py), whatever their lengths;
-whole prompts of round lengths take the library's attention, which is faster and plans for every new shape. Elsewhere
-blocks are gathered: the queries of one group of heads are the rows of one product, pieces go one length at a time.
+Keys and values of a layer lie in blocks of `block_size` positions, [blocks, block_size, kv_heads, D]; a sequence's
+blocks may be any of them. A step writes its new positions first. On a GPU single tokens (decoding) take one kernel over
+block tables (kernels/paged_attention.py) and pieces of prompts another (kernels/paged_prefill.py), whatever their
+lengths; whole prompts of round lengths take the library's attention, which is faster but plans for every new shape.
+Elsewhere blocks are gathered: query heads of one key head are the rows of one product, and pieces of equal length run
+together.
 
 Windowed layers keep all positions: blocks are shared by all layers, and one table serves them.
 """
@@ -28,12 +29,12 @@ from tightfit.serve.cache.codes import CODES, as_numbers, decode, encode
 from tightfit.serve.schedule.step import Piece, Step
 
 ROW_SPLITS = 8
-"""Programs that share the keys of a token that attends by itself: as many in any company."""
+"""Programs that split the keys of one token in `attend_rows`: as many whatever else is in the batch."""
 ROUND_LENGTHS = frozenset((64, 128, 256, *range(512, 16_385, 512)))
 
 
 class PagedCache:
-    """Keys and values of `blocks` blocks for all layers, and how layers attend over them in the step that is set."""
+    """Keys and values of all layers in `blocks` blocks, and attention over them for the tokens of `step`."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class PagedCache:
         parts, heads, width = stored_vectors(spec)
         shape = (spec.layers, parts, blocks + 1, block_size, heads, width)  # the last block is for padding
         kept = dtype if form == "model" else CODES[form]
-        self.storage = torch.zeros(shape, device=device, dtype=kept)  # zeros: what nobody wrote is masked, not NaN
+        self.storage = torch.zeros(shape, device=device, dtype=kept)  # zeros: a masked NaN stays NaN
         self.scales = torch.zeros(shape[:-1] if form != "model" else (0,), device=device)
         self.form: CacheFormat = form
         self.dtype = dtype
@@ -63,7 +64,7 @@ class PagedCache:
 
     @property
     def padding_block(self) -> int:
-        """The block that rows of padding write to, and nobody reads."""
+        """The block that padding rows write to; it belongs to no sequence."""
         return self.storage.shape[2] - 1
 
     @property
@@ -79,7 +80,7 @@ class PagedCache:
         value: Tensor,
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
-        """Attention of query [1, heads, N, D] of the step's tokens, whose key, value [1, kv_heads, N, D] are stored."""
+        """Store key, value [1, kv_heads, N, D] of the step's tokens; attention of their query [1, heads, N, D]."""
         step = self.step
         assert step is not None, "a step has to be set before layers run"
         key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
@@ -100,22 +101,22 @@ class PagedCache:
     def attend_singles(
         self, step: Step, layer: int, query: Tensor, key_value: Tensor, **settings: Unpack[AttentionSettings]
     ) -> Tensor:
-        """Attention [N, heads, D] of one query each, whose key and value [N, 2, kv_heads, D] are stored: in as few
-        operations as torch has for it, since for one token they take longer to call than to compute."""
+        """Store key and value [N, 2, kv_heads, D] of one token of each sequence; attention [N, heads, D] of their
+        queries. In as few calls of torch as possible: for one token a call takes longer than its arithmetic."""
         assert not self.is_quantized
         self.storage[layer].flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
         return self._singles(step, layer, query, **settings)
 
-    def _store(self, layer: int, part: int, step: Step, given: Tensor) -> Tensor:
-        """Keys or values [1, kv_heads, N, D] into the cache; returned as they will be read from it."""
-        rows, places = given[0].transpose(0, 1), self.storage[layer, part].flatten(0, 1)
+    def _store(self, layer: int, part: int, step: Step, new: Tensor) -> Tensor:
+        """Write the step's keys or values [1, kv_heads, N, D] to the cache; returns what later steps will read."""
+        rows, places = new[0].transpose(0, 1), self.storage[layer, part].flatten(0, 1)
         if not self.is_quantized:
             places.index_copy_(0, step.slots, rows)
-            return given
+            return new
         codes, scales = encode(rows, self.form)
         places.index_copy_(0, step.slots, codes)
         self.scales[layer, part].flatten(0, 1).index_copy_(0, step.slots, scales)
-        return decode(codes, scales, self.form, given.dtype).transpose(0, 1)[None]
+        return decode(codes, scales, self.form, new.dtype).transpose(0, 1)[None]
 
     def attend_stored(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """Attention by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
@@ -139,14 +140,14 @@ class PagedCache:
         return out
 
     def attend_rows(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
-        """Attention [N, heads, D] of tokens whose keys and values are in the cache, each by itself: how one is computed
-        depends on how many keys it sees and on nothing else."""
+        """Batch-invariant attention [N, heads, D] of tokens whose keys and values are in the cache: the order of a
+        token's operations depends on how many keys it sees and on nothing else."""
         if self.has_row_kernel:
             return self._paged_attention(step, layer, query, splits=ROW_SPLITS, block_k=keys_at_a_time(), **settings)
         window = settings["window"]
         rows: list[Tensor] = []
         for table, lengths in step.runs:
-            every = [self._gathered(layer, part, table, max(lengths)) for part in (0, 1)]  # apart: aligned alike
+            every = [self._gathered(layer, part, table, max(lengths)) for part in (0, 1)]  # two tensors aligned alike
             for length in lengths:
                 first = 0 if window is None else max(0, length - window)
                 key, value = (part[:, first:length].transpose(1, 2) for part in every)
@@ -156,7 +157,7 @@ class PagedCache:
 
     @property
     def has_row_kernel(self) -> bool:
-        """Whether tokens that attend by themselves are one kernel; else each is a few calls of torch."""
+        """Whether `attend_rows` is one kernel; else it is a few calls of torch for each token."""
         if not use_triton(self.impl, self.scales) or self.storage.shape[-1] > LARGEST_HEAD:
             return False
         return not self.is_quantized or self._kernels_read_codes
@@ -178,7 +179,7 @@ class PagedCache:
         values: Tensor,
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
-        """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest there is."""
+        """Attention [tokens, heads, D] of prompts of one length that begin at position 0, by the fastest library."""
         count, rows = len(group), step.rows_of(group)
         own = (part.flatten(0, 1).index_select(0, step.slots[rows]) for part in (keys, values))
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in (query[rows], *own))
@@ -186,7 +187,7 @@ class PagedCache:
         return attended.transpose(1, 2).flatten(0, 1)
 
     def _singles(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
-        """Attention of one query each, [singles, heads, D], over the blocks of their tables."""
+        """Attention of the single tokens' queries [singles, heads, D] over the blocks of their tables."""
         if use_triton(self.impl, query) and self._kernels_read_codes:
             return self._paged_attention(step, layer, query, **settings)
         key, value = self._single_keys_values(step, layer)
@@ -210,7 +211,8 @@ class PagedCache:
         value: Tensor,
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
-        """Attention of pieces of one length at once, or of one that has positions before it: [1, heads, tokens, D]."""
+        """Attention [1, heads, tokens, D] of a group: pieces of one length that begin at position 0, or one piece with
+        earlier positions in the cache."""
         piece, count, rows = step.pieces[group.start], len(group), step.rows_of(group)
         own_query, own_key, own_value = (_apart(part[0, :, rows], count) for part in (query, key, value))
         if piece.before:
@@ -224,7 +226,7 @@ class PagedCache:
 
     @property
     def _kernels_read_codes(self) -> bool:
-        """Whether this GPU's kernels can read the codes: fp8 is known from compute capability 8.9 on."""
+        """Whether kernels can read the codes here: fp8 from compute capability 8.9 on."""
         if not self.is_quantized or self.storage.shape[-1] > LARGEST_HEAD:
             return False
         device = self.storage.device
@@ -242,8 +244,8 @@ class PagedCache:
 def _single_attention(
     query: Tensor, key: Tensor, value: Tensor, step: Step | None, **settings: Unpack[AttentionSettings]
 ) -> Tensor:
-    """Attention of one query each, [N, heads, D], over key, value [N, kv_heads, keys, D]: those that the sequences of a
-    `step` see, or all of them."""
+    """Attention of queries [N, heads, D], one per sequence, over key, value [N, kv_heads, keys, D]: over the keys that
+    the single tokens of `step` see, or over all where it is None."""
     scale, window = settings["scale"], settings["window"]
     mask = None if step is None else step.single_mask(window)
     if (sinks := settings.get("sinks")) is not None:
@@ -262,8 +264,8 @@ def _selected(part: Tensor, tables: Tensor) -> Tensor:
 
 
 def _has_round_length(piece: Piece) -> bool:
-    """Whether a piece is a whole prompt of a length that comes again, which a library may plan for: planning takes
-    tens of milliseconds, and prompts have all lengths. Those of captured graphs are among them."""
+    """Whether a piece is a whole prompt of one of ROUND_LENGTHS. A library plans for each new length, which takes tens
+    of milliseconds: worth it for lengths that come again, as those of captured graphs do, not for all lengths."""
     return piece.before == 0 and piece.count in ROUND_LENGTHS
 
 

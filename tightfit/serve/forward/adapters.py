@@ -19,7 +19,7 @@ from tightfit.models.huggingface.adapter import Adapter, load_adapter
 from tightfit.models.spec import ModelSpec
 
 Rows = Mapping[str, Tensor]
-"""Rows of a step by the adapter they use."""
+"""Indices of the rows of a step, by the name of the adapter they use."""
 
 
 def load_adapters(wanted: Mapping[str, Path], model: Decoder) -> dict[str, Adapter]:
@@ -28,7 +28,7 @@ def load_adapters(wanted: Mapping[str, Path], model: Decoder) -> dict[str, Adapt
 
 
 def refuse_folded(adapters: Mapping[str, Adapter], spec: ModelSpec) -> None:
-    """Latent attention multiplies the weights of keys and values into its queries, for all requests alike."""
+    """Refuse adapters of `kv_b`: latent attention multiplies these weights into its queries, for all requests alike."""
     for name, adapter in adapters.items():
         if spec.latent is not None and any(changed.endswith(".kv_b") for changed in adapter.changes):
             raise UserError(

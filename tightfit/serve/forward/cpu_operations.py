@@ -8,7 +8,7 @@ from tightfit.models.spec import Rope
 
 
 def turns(ropes: dict[Rope, tuple[Tensor, Tensor]]) -> dict[Rope, tuple[Tensor, Tensor]]:
-    """cos and sin [1, 1, N, d/2] of ropes as `turn_rows` takes them, [N, 1, 2, d/2]."""
+    """cos and sin [1, 1, N, d/2] of each rope in the form that `turn_rows` takes, [N, 1, 2, d/2]."""
     turned = {}
     for rope, (cos, sin) in ropes.items():
         cos, sin = cos[0, 0, :, None], sin[0, 0, :, None]

@@ -1,8 +1,8 @@
-"""Which of torch's matrix libraries a CPU's products take: measured once, as neither is the faster everywhere.
+"""Which of torch's two matrix libraries computes a CPU's products: measured once, as neither is faster everywhere.
 
 Torch sends float32 products of 16 rows and more to oneDNN. On Arm cores without its fast kernels (Neoverse N1) that is
-half as fast as OpenBLAS, which torch has as well and takes when oneDNN is off. The switch is the process's, so it is
-turned for the length of a step only.
+half as fast as OpenBLAS, which torch has as well and takes when oneDNN is off. That switch holds for the whole process,
+so it is set for the length of a step only.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from tightfit.hardware.timing import seconds_each
 ROWS = 16
 ROUNDS = 7
 CLEARLY = 0.9
-"""The share of oneDNN's time below which the other is taken."""
+"""The share of oneDNN's time below which the other library is taken."""
 
 
 @contextmanager

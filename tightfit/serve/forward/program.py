@@ -3,7 +3,8 @@
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
 after it. Some sequences, one token each: norms and attention begin while the kernel before them ends, and so do tall
 products (kernels/few_rows.py). One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope,
-activations and residuals are part of the products (kernels/decode_linear.py); packed weights have norms apart.
+activations and residuals are part of the products (kernels/decode_linear.py); with packed weights, norms are kernels
+of their own where the product's kernel does not take them.
 """
 
 from copy import copy
@@ -48,13 +49,13 @@ class Program:
         self.final_norm = Norm.of(model.norm, spec, overlap=self.overlap)
         self.head = join([model.head], half=half, overlap=self.overlap)
         self.on_gpu = use_triton("auto", model.embed.weight)
-        self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store read what they stored
+        self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store keys write no codes
         self.on_cpu = self.final_norm.on_cpu
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
 
     def shortened(self) -> "Program":
-        """The same with as few of the first layers as have every kind of them, and one more: the last does some of its
-        work for fewer rows."""
+        """A copy with only as many of the first layers as include every kind of layer, and one more, as the last layer
+        does some of its work for fewer rows."""
         short, kinds = copy(self), [layer.kind for layer in self.layers]
         short.layers = self.layers[: 2 + max(kinds.index(kind) for kind in kinds)]
         return short
@@ -76,7 +77,7 @@ class Program:
         return softcapped(logits, self.spec.logit_softcap)
 
     def _many(self, x: Tensor, step: Step) -> Tensor:
-        """Of any step; x is [N, H]. What the last layer does after attention is done for the step's rows alone."""
+        """`states` of any step from x [N, H]. After its attention, the last layer computes the step's rows alone."""
         self.cache.step = step
         ropes = self.ropes.of(step)
         if self._is_lean(step):
@@ -86,7 +87,7 @@ class Program:
             attended, is_last = self._attention(normed, layer, step, ropes), layer.index + 1 == len(self.layers)
             if is_last and step.rows.numel() < len(x):
                 attended, x = attended[step.rows], x[step.rows]
-                if not len(x):  # the beginning of a prompt: its keys and values are stored
+                if not len(x):  # a piece of a prompt without logits: its keys and values are stored
                     return x
             normed, x = layer.mlp_norm.of_sum(layer.o.product(attended), x)
             mlp_output = layer.down.product(layer.gate_up.gated_product(normed, self.spec.activation))
@@ -113,7 +114,7 @@ class Program:
         return mixed[0].transpose(0, 1).flatten(1)
 
     def _singles(self, qkv: Tensor, layer: JointLayer, step: Step, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """The same on a CPU where every sequence has one token: queries and keys are turned together, in place."""
+        """`_attention` on a CPU where every sequence has one token: queries and keys are rotated together, in place."""
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
         rows = qkv.view(len(qkv), heads + 2 * kv_heads, -1)
         query, key, key_value = rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads:]
@@ -125,7 +126,7 @@ class Program:
         return self.cache.attend_singles(step, layer.index, query, key_value, **layer.attention).flatten(1)
 
     def mixed(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
-        """The same by our kernels: turn and store all tokens, then single tokens and pieces of prompts attend."""
+        """`_attention` by our kernels: rotate and store all tokens, then attend, single tokens and pieces apart."""
         keys, values = self.cache.storage[layer.index]
         cos, sin = self.ropes.fixed[layer.rope]
         query = rotate_store(
@@ -142,7 +143,7 @@ class Program:
         return self.cache.attend_stored(step, layer.index, query, **layer.attention).flatten(1)
 
     def decode(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
-        """The same in one kernel where every sequence has one token."""
+        """`_attention` in one kernel of ours where every sequence has one token."""
         keys, values = self.cache.storage[layer.index]
         cos, sin = self.ropes.fixed[layer.rope]
         mixed = decode_attention(
@@ -164,7 +165,7 @@ class Program:
         return mixed.flatten(1)
 
     def _one(self, x: Tensor, step: Step) -> Tensor:
-        """Of a decoding step of one sequence."""
+        """`states` of a decoding step of one sequence."""
         overlap, activation = self.overlap, self.spec.activation
         for layer in self.layers:
             qkv = layer.qkv.one_token(x, Fused(norm=layer.attention_norm, overlap=overlap))
@@ -175,7 +176,7 @@ class Program:
         return x
 
     def _is_lean(self, step: Step) -> bool:
-        """Whether attention is one token each on a CPU, with nothing that torch's own has not."""
+        """Whether every sequence has one token, on a CPU, and torch's own attention does (no codes, no softcap)."""
         plain = not self.cache.is_quantized and self.spec.attention_softcap is None
         return self.on_cpu and plain and not (step.pieces or step.row_by_row)
 

@@ -14,7 +14,8 @@ from tightfit.serve.schedule.step import Step
 
 
 def length_of_change(spec: ModelSpec) -> int | None:
-    """The length beyond which keys are turned differently, so that no prefix can be shared across it; None for none."""
+    """The length beyond which LongRoPE rotates keys differently, so that no prefix can be shared across it; None
+    without LongRoPE."""
     trained = [rope.factor("original_max_position_embeddings") for rope in ropes_of(spec) if rope.scaling == "longrope"]
     return int(trained[0] or spec.max_positions) if trained else None
 

@@ -1,17 +1,18 @@
 """Batch-invariant steps: every token gets the same bits whatever else is in its step.
 
-A product of other row counts sums in another order, so its last bits depend on who else is there; then two almost equal
-tokens change places. Here the tokens of a step run in passes of a few fixed sizes, padded where they are fewer, so that
-libraries do the same for each; attention is every token's own, over exactly the keys it sees (cache/paged.py). Prompts,
-pieces of them, answers and what is computed again after a preemption are rows like others: one path for all.
+A matrix product of another number of rows may sum in another order, so a token's last bits depend on the rest of the
+batch; then two almost equally likely tokens change places. Here the tokens of a step run in passes of a few fixed
+sizes, padded where they are fewer, so that libraries do the same for each; attention is computed for every token by
+itself, over exactly the keys it sees (cache/paged.py). Prompts, pieces of them, answers and tokens that are computed
+again after a preemption are rows alike: one path for all.
 
-What is left is whether a row's bits depend on its place among the rows of a pass, or on which of the sizes it ran in.
-That is tried when an engine starts: a pass of one token over and over must give equal rows, and another size is only
-used if it gives those bits too. Sums in another order differ in float32 at once; rounded to 16 bits, or to the codes of
-a cache, they show in one of ten thousand numbers, so more tokens are tried, and a model too small for that has one size
-only. One row at a time is always right, and what is left where nothing else is. Routed layers gather rows by expert, so
-how many are multiplied together is up to the others, and LLM.int8 keeps channels wide that are large in any row: such
-models run one token at a time.
+It remains whether a row's bits depend on its place among the rows of a pass, or on which of the sizes it ran in. That
+is tested when an engine starts: a pass that repeats one token must give equal rows, and another size is only used if it
+gives the same bits. Another order of summation shows in float32 at once; rounded to 16 bits, or to codes of a cache, it
+shows in one of ten thousand numbers, so more tokens are tried, and a model too small for that has one size only. Where
+no size passes, rows run one at a time, which is always right. Models with routed layers always run one token at a time:
+experts gather rows, so other tokens decide how many are multiplied together. So do those with LLM.int8, which keeps
+channels wide that are large in any row.
 
 (He et al. 2025, "Defeating Nondeterminism in LLM Inference", of kernels written for this.)
 """
@@ -28,19 +29,20 @@ from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.step import Step
 
 SIZES = {"cpu": (16, 1, 4, 64), "cuda": (64, 16, 256)}
-"""Rows of a pass: the first whose rows agree is the measure of the others."""
+"""Rows of a pass, in the order in which they are tried: the first whose rows agree is the reference for the others."""
 ONE = (1,)
 PROBES, MOST_PROBES = 3, 16
-"""Tokens that sizes are tried with."""
+"""Tokens with which sizes are tried, usually and at most."""
 SHOWING = 2**17
-"""Rounded numbers among which another order of their sums shows: in a dozen of them."""
+"""So many rounded numbers show another order of summation: in a dozen of them."""
 
 Span = tuple[int, int, int]
 """First row, rows, and the size of the pass they run in."""
 
 
 def cut_rows(count: int, sizes: Sequence[int]) -> Iterator[Span]:
-    """`count` rows in passes of `sizes` (ascending): padded to at most twice what they are, where there is a choice."""
+    """Spans that cut `count` rows into passes of `sizes` (ascending), padded to at most twice their number where the
+    sizes allow it."""
     first = 0
     while first < count:
         left = count - first
@@ -53,7 +55,8 @@ def cut_rows(count: int, sizes: Sequence[int]) -> Iterator[Span]:
 
 
 def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int], probes: int = PROBES) -> tuple[int, ...]:
-    """Those of `sizes` at which run(size, probe) [size, W] of equal rows gives equal rows, as the first such does."""
+    """The `sizes` at which run(size, probe) [size, W] of equal rows gives equal rows, the same as at the first such
+    size."""
     results = {size: [run(size, probe) for probe in range(probes)] for size in sizes}
     steady = [size for size in sizes if all(_are_equal(rows) for rows in results[size])]
     if not steady:
@@ -64,8 +67,8 @@ def steady_sizes(run: Callable[[int, int], Tensor], sizes: Sequence[int], probes
 
 
 def _trial(device: torch.device, numbers: int | None) -> tuple[tuple[int, ...], int]:
-    """Sizes to try and the tokens it takes, where the smallest of a row's products make so many `numbers` that are
-    rounded; None: none is."""
+    """Sizes to try and the number of tokens to try them with, where a row has at least `numbers` rounded numbers; None:
+    nothing is rounded."""
     sizes = SIZES[device.type]
     needed = PROBES if numbers is None else max(PROBES, -(-SHOWING // numbers))
     return (sizes, needed) if needed <= MOST_PROBES else (sizes[:1], PROBES)
@@ -77,7 +80,7 @@ def _are_equal(rows: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Passes:
-    """What a model does with rows, one pass at a time."""
+    """The two halves of a model's forward pass, each of which runs one pass of rows."""
 
     states: Callable[[Step], Tensor]
     """The residual stream after the last layer, [N, H], of a step that wants all its rows."""
@@ -101,8 +104,8 @@ class RowTiles:
         padding_block: int,
         rows_mix: bool = False,
     ) -> None:
-        """`rounded`: what products make is rounded to 16 bits; `kept_rounded`: at least keys and values are.
-        `rows_mix`: what is computed for a row depends on others, for another reason than experts."""
+        """`rounded`: results of products are rounded to 16 bits; `kept_rounded`: at least keys and values are.
+        `rows_mix`: a row's result depends on other rows, for another reason than experts (LLM.int8)."""
         self.passes, self.block_size, self.padding_block, self.device = passes, block_size, padding_block, device
         chance = np.random.default_rng(0)
         probes = [(int(chance.integers(spec.vocab_size)), int(chance.integers(positions))) for _ in range(MOST_PROBES)]
@@ -167,8 +170,8 @@ class RowTiles:
         )
 
     def _tried(self, size: int, token: int, position: int) -> Tensor:
-        """The states of one token `size` times over, all of them at one place of the padding block; it sees the place
-        before as well, so that its query and key show."""
+        """The states of one token repeated `size` times, all at one slot of the padding block; it also sees the slot
+        before: over a single key, attention would not depend on query and key."""
         seen = min(2, self.block_size)
         slot = self.padding_block * self.block_size + seen - 1
 
@@ -197,7 +200,7 @@ def _widened(tables: Tensor, columns: int) -> Tensor:
 
 
 def _padded(rows: Tensor, size: int, value: int) -> Tensor:
-    """`rows` in memory of their own, with more of `value` up to `size`: where they begin is the same for all."""
+    """A copy of `rows`, padded with `value` to `size`: in memory of its own, so that all are aligned alike."""
     padded = rows.new_full((size, *rows.shape[1:]), value)
     padded[: len(rows)] = rows
     return padded

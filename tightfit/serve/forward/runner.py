@@ -31,7 +31,7 @@ from tightfit.serve.schedule.step import Step
 from tightfit.serve.weights.joint import can_join
 
 ALL: Mapping[int, int] = MappingProxyType({})
-"""Every layer at its own number."""
+"""Every layer uses the layer of the cache that has its own number."""
 
 
 def make_cache(
@@ -57,7 +57,7 @@ def run_layers(
 ) -> Tensor:
     """The residual stream x [1, N, H] of a step through `layers`, whose keys and values are in `cache`.
 
-    Layer i has those of the cache's layer cache_layers[i].
+    Layer i uses layer cache_layers[i] of the cache.
     """
     cache.step = step
 
@@ -96,7 +96,7 @@ class Runner:
         self.max_length, self.sequences = max_length, sequences
         self.ropes = RopeTables(model.spec, max_length, weight.device, weight.dtype)
         matrices = [weight for weight in model.layers[0].parameters() if weight.ndim == 2]
-        timed = matrices and not batch_invariant  # what is chosen by time may be chosen otherwise the next time
+        timed = matrices and not batch_invariant  # a choice by timing may differ at the next start
         self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if timed else nullcontext
         self.adapters = adapters
         self.program = None
@@ -105,7 +105,7 @@ class Runner:
         self.tiles = self._make_tiles() if batch_invariant else None
 
     def shortened(self) -> "Runner":
-        """The same with few layers of its program, which show every kernel of it."""
+        """A copy whose program has only a few layers, which launch every kernel of it."""
         short = copy(self)
         short.program = None if self.program is None else self.program.shortened()
         return short
@@ -140,7 +140,7 @@ class Runner:
 
     @torch.inference_mode()
     def _make_tiles(self) -> RowTiles:
-        """Passes of fixed sizes, tried now."""
+        """Passes of fixed sizes, tested now for equal bits."""
         return RowTiles(
             self.model.spec,
             Passes(self._states, self._project),

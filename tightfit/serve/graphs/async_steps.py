@@ -25,7 +25,7 @@ from tightfit.serve.schedule.step import make_step
 
 @dataclass
 class Flight:
-    """A step under way: the chunks that choose a token, and the tokens."""
+    """A launched step: its chunks that choose a token, and the copy of those tokens to the host."""
 
     chunks: list[Chunk]
     tokens: HostCopy
@@ -47,7 +47,7 @@ class AsyncSteps:
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk]) -> Flight:
-        """Begin a step of `chunks`, which are ordered."""
+        """Launch a step of `chunks`, which must be `ordered` (schedule/step.py)."""
         if _is_plain(chunks) and all(chunk.count == 1 and chunk.chooses for chunk in chunks):
             return self._decode(chunks)
         choosing = [chunk for chunk in chunks if chunk.chooses]
@@ -80,7 +80,7 @@ class AsyncSteps:
         return self.runner.logits(step)
 
     def _send_known(self, chunks: list[Chunk]) -> None:
-        """Tokens that were chosen on the host, or read from it."""
+        """Copy to the device the last tokens that the host knows: of sequences without a step in flight."""
         known = [chunk.sequence for chunk in chunks if not chunk.sequence.pending]
         if known:
             slots = to_device([sequence.slot for sequence in known], self.device, torch.int64)

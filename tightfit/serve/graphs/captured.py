@@ -1,9 +1,10 @@
 """Steps whose shapes repeat, captured once as CUDA graphs and replayed: launching a hundred kernels costs as one.
 
 Decoding steps are captured for a few numbers of sequences, short prompts for a few lengths; a step is padded to the
-next of them. Padding writes to a block of the cache that nobody reads. Inputs lie in buffers that stay where they are;
-the host fills pinned copies of them and the device fetches those, so nothing waits. A decoding step takes its tokens
-from where the step before left them on the device. Where nothing can be captured (CPUs) the same steps run as they are.
+next of them. Padding writes to a block of the cache that belongs to no sequence. Inputs lie in device buffers with
+fixed addresses; the host fills pinned copies, which are sent asynchronously, so nothing waits. A decoding step takes
+its tokens from where the step before left them on the device. Where nothing can be captured (CPUs) the same steps run
+without graphs.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from tightfit.serve.schedule.step import Piece, Step
 
 PROMPT_SIZES = (64, 128, 256, 512)
 NUMBERS = 4
-"""Rows of the numbers of a decoding step: slots of sequences, positions, places in the cache, lengths."""
+"""Rows of a decoding step's inputs: the sequences' slots, positions, places in the cache, lengths."""
 
 
 def decode_sizes(most: int) -> list[int]:
@@ -38,8 +39,9 @@ def decode_sizes(most: int) -> list[int]:
 
 @dataclass
 class Captured:
-    """A function of nothing, run as a graph where there is one. What it returns is kept for every captured size: so
-    the layers return states, the output projection is another one, and logits lie in memory all of them share."""
+    """A function without arguments, replayed as a graph where one was captured. Its output is kept for every captured
+    size: so a graph of the layers returns states, and the output projection is a graph of its own, whose logits lie in
+    memory that all sizes share."""
 
     run: Callable[[], Tensor]
     graph: "torch.cuda.CUDAGraph | None"
@@ -54,7 +56,7 @@ class Captured:
 
 
 class Staged:
-    """A buffer on the device and two pinned copies on the host, used in turn: one may still be on its way."""
+    """A buffer on the device and two pinned copies on the host, used in turn: one may still be being sent."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.device_side = torch.zeros(shape, dtype=dtype, device=device)
@@ -63,7 +65,7 @@ class Staged:
         self._turn = 0
 
     def host(self) -> "np.ndarray":
-        """What to fill before the next `send`."""
+        """The host's copy to fill before the next `send`."""
         return self._hosts[self._turn].numpy()
 
     def send(self, rows: int | None = None) -> None:
@@ -86,10 +88,11 @@ class Graphs:
         self._tables = Staged((sequences, self.columns), torch.int32, self.device)
         self._by_slot = np.zeros((sequences, self.columns), dtype=np.int32)
         self._counters = torch.zeros(sequences, device=self.device, dtype=torch.int32)
-        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences  # whose blocks, how many of them
+        # Per slot: the list of blocks that its table was filled from, and how many of them.
+        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
         self._prompt = Staged((3, PROMPT_SIZES[-1]), torch.int64, self.device)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._longest = self.max_length  # what steps that are not captured gather
+        self._longest = self.max_length  # of a step's sequences; used without a graph
         self._decoding: dict[int, Captured] = {}
         self._choosing: dict[int, Captured] = {}
         self._states: dict[int, Tensor] = {}
@@ -97,7 +100,7 @@ class Graphs:
 
     def capture_all(self, compiler: Compiler | None) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
-        if HAS_TRITON and self.device.type == "cuda" and self.runner.tiles is None:  # tiles were tried before
+        if HAS_TRITON and self.device.type == "cuda" and self.runner.tiles is None:  # RowTiles has run all kernels
             compile_kernels(self.trials(), self.device, compiler)
         for size in sorted(self.sizes, reverse=True):
             self._decoding[size] = decoding = self._captured(partial(self._decode, size))
@@ -107,9 +110,9 @@ class Graphs:
             self._prompts[size] = self._captured(partial(self._read_prompt, size))
 
     def trials(self) -> Iterator[Callable[[], Tensor]]:
-        """All that will be captured, and steps that come in between, through few layers: with all of their kernels.
+        """Every step that will be captured, and mixed steps, each through only as many layers as launch all kernels.
 
-        Those with most of them come first, as they are compiled while others are tried.
+        Steps with the most kernels come first: these are compiled while the later steps are tried.
         """
         few = copy(self)
         few.runner, few.last_tokens, few._states = self.runner.shortened(), torch.zeros_like(self.last_tokens), {}
@@ -125,12 +128,12 @@ class Graphs:
                 yield partial(few._try_decoding, size)
 
     def takes_prompt(self, chunk: Chunk) -> bool:
-        """Whether a chunk that is alone in its step is a short whole prompt."""
+        """Whether a chunk, alone in its step, is a whole prompt short enough for a graph."""
         longest = max((size for size in PROMPT_SIZES if size <= self.max_length), default=0)
         return self.runner.tiles is None and chunk.start == 0 and chunk.chooses and chunk.count <= longest
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
-        """States [chunks, H] of a step with one token of each sequence; `highest` or a projection comes after."""
+        """States [chunks, H] of a step with one token of each sequence; call `highest` or a projection next."""
         count, size = len(chunks), self._size(chunks)
         numbers = self._numbers.host()
         for chunk in chunks:
@@ -151,8 +154,8 @@ class Graphs:
         return self._states[size][:count]
 
     def highest(self, chunks: list[Chunk]) -> Tensor:
-        """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run, for the next one to
-        find at their sequences' slots."""
+        """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run; also written to
+        `last_tokens` at their sequences' slots, where the next step reads them."""
         return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
 
     @property
@@ -176,7 +179,7 @@ class Graphs:
         return self.runner.project(self._get(self._prompts, size, self._read_prompt)())
 
     def _note_blocks(self, sequence: Sequence) -> None:
-        """Keep the table of the sequence's slot as long as the sequence, whose list of blocks is a new one whenever it
+        """Bring the block table of the sequence's slot up to date; the sequence gets a new list of blocks whenever it
         is admitted."""
         slot, blocks = sequence.slot, sequence.blocks
         whose, known = self._known[slot]
@@ -201,7 +204,7 @@ class Graphs:
         return self.runner.states(step)
 
     def _try_decoding(self, size: int) -> Tensor:
-        self.last_tokens.zero_()  # where not every kernel was launched, no number is sure to be a token
+        self.last_tokens.zero_()  # where kernels were not launched, it may hold no valid tokens
         self._states[size] = self._decode(size)
         return self._choose(size)
 
@@ -229,7 +232,7 @@ class Graphs:
 
     @torch.inference_mode()
     def _captured(self, run: Callable[[], Tensor]) -> Captured:
-        """`run` as a graph; once without, as kernels are compiled and libraries set up at their first call."""
+        """`run` captured as a graph, after a run outside of it: first calls compile kernels and set up libraries."""
         if self.device.type != "cuda":
             return Captured(run, None)
         side = torch.cuda.Stream(self.device)

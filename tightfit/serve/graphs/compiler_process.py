@@ -1,9 +1,9 @@
-"""Compiles variants of kernels as they come: what `Compiler` starts, with the number of a pipe as argument.
+"""The process that `Compiler` starts, with a pipe's number as argument: it compiles variants of kernels as they come.
 
-Each is compiled in a process forked from this one, which has imported the kernels and opens no GPU: the target is told.
-What is made goes to Triton's cache on disk. Failures are silent here, as whoever asked compiles what is missing and
-gets the message. Where the pipe breaks whoever asked has gone: what is being compiled is finished, so that no half
-made file is left, and nothing else is begun.
+Each variant is compiled in a child forked from this process, which has imported the kernels and opens no GPU: the
+target comes with the variant. Results go to Triton's cache on disk. Failures are silent here, as the parent compiles
+what is missing and gets the message. A broken pipe means that the parent has gone: running compilations are finished,
+so that no half-written file is left, and no other is begun.
 """
 
 import importlib
@@ -18,28 +18,28 @@ from typing import Any
 from tightfit.serve.graphs.compiler import Target, Variant, start_hashing
 
 KERNELS = "tightfit.serve.forward.program"
-"""The module that imports those of a serving step."""
+"""The module that imports the kernels of a serving step."""
 
 
 class AbsentGpu:
-    """Triton's driver where kernels are compiled and none is launched."""
+    """A driver for Triton where kernels are compiled and none is launched."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """The number of the only device."""
         return 0
 
     def get_current_target(self) -> Any:
-        """What to compile for."""
+        """The target as Triton's own type."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget(*self.target)
 
 
 def main(pipe: int) -> None:
-    """Compile what comes through `pipe` until None does."""
+    """Compile the variants that come through `pipe`, until None comes."""
     hashing = start_hashing()
     with suppress(Exception):  # no C compiler, no driver
         build_driver_module()
@@ -50,7 +50,7 @@ def main(pipe: int) -> None:
 
 
 def compile_all(variants: "connection.Connection[Any, Any]", at_a_time: int) -> None:
-    """Each of `variants` in a process of its own."""
+    """Compile each of `variants` in a child process, until None comes or the pipe breaks."""
     waiting: deque[tuple[Target, Variant]] = deque()
     running: dict[Any, Any] = {}
     complete, listening = False, True
@@ -84,7 +84,7 @@ def compile_quietly(target: Target, variant: Variant) -> None:
 
 
 def compile_variant(target: Target, variant: Variant) -> None:
-    """Compile `variant` into Triton's cache, with what launches it."""
+    """Compile `variant` and its launcher into Triton's cache."""
     from triton.runtime.driver import driver
 
     driver.set_active(AbsentGpu(target))
@@ -94,7 +94,7 @@ def compile_variant(target: Target, variant: Variant) -> None:
 
 
 def find_kernel(variant: Variant) -> Any:
-    """The function that `triton.jit` made."""
+    """The variant's kernel, as `triton.jit` returned it."""
     return reduce(getattr, variant.name.split("."), importlib.import_module(variant.module))
 
 

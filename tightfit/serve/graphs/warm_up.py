@@ -1,9 +1,9 @@
 """The kernels of an engine's steps, compiled side by side before the first step is captured.
 
-Triton compiles a kernel for kinds of arguments (dtypes, sizes that are 1 or multiples of 16, constants), so what will
-be compiled is only known from the calls themselves. The very steps that will run are therefore run once through few
-layers, with every launch of a kernel that is not compiled written down instead of made. Those that Triton's cache on
-disk lacks are compiled in other processes (compiler.py), those that they leave in threads of this one.
+Triton specializes a kernel for kinds of arguments (dtypes, sizes that are 1 or multiples of 16, constants), so which
+variants it will compile is only known from the calls themselves. The very steps that will run are therefore run once
+through few layers; a launch that would compile is skipped, and its variant recorded. Variants that Triton's cache on
+disk lacks are compiled in other processes (compiler.py), and those that are still missing in threads of this one.
 """
 
 import threading
@@ -25,7 +25,7 @@ from tightfit.serve.schedule.step import Step, make_step
 PIECES = (10, 100)
 """Tokens of a piece of a prompt beside a single token: less and more than one tile."""
 LENGTHS = (1, 500)
-"""Of the single token's sequence: one program has all its keys, or several share them."""
+"""Lengths of the single token's sequence: one program reads all its keys, or several split them."""
 
 
 class NotCachedError(Exception):
@@ -33,8 +33,8 @@ class NotCachedError(Exception):
 
 
 def compile_kernels(runs: Iterable[Callable[[], object]], device: torch.device, compiler: Compiler | None) -> None:
-    """Compile and load every kernel that `runs` would launch; other processes begin with those of the first runs while
-    the next are looked at."""
+    """Compile and load every kernel that `runs` would launch; other processes compile those of the first runs while the
+    next are tried."""
     if compiler is not None:
         compiler.wait_until_hashed()
     missing: list[Variant] = []
@@ -58,7 +58,7 @@ def compile_kernels(runs: Iterable[Callable[[], object]], device: torch.device, 
 
 
 def missing_variants(run: Callable[[], object], known: Iterable[Variant]) -> list[Variant]:
-    """What `run` would have to compile and is not among `known`; what is in the cache on disk is loaded."""
+    """Variants that `run` would compile, except `known` ones and those in the cache on disk, which are loaded."""
     with recorded() as variants:
         run()
     return [variant for variant in dict.fromkeys(variants) if variant not in known and not load_cached(variant)]
@@ -66,7 +66,7 @@ def missing_variants(run: Callable[[], object], known: Iterable[Variant]) -> lis
 
 @contextmanager
 def recorded() -> Iterator[list[Variant]]:
-    """Kernels that this thread would compile are not, nor launched; they are noted here."""
+    """A list of the kernels that this thread would compile inside the block; they are neither compiled nor launched."""
     from triton import knobs
 
     variants: list[Variant] = []
@@ -87,12 +87,12 @@ def recorded() -> Iterator[list[Variant]]:
 
 
 def load(variant: Variant) -> None:
-    """Compile `variant`, or find it in the cache, and have it on the current device."""
+    """Load `variant` on the current device, from the cache or compiled now."""
     _ = find_kernel(variant).preload(variant.specialization).run  # which loads it
 
 
 def load_cached(variant: Variant) -> bool:
-    """The same where it need not be compiled; whether that is so."""
+    """Load `variant` if it is in the cache on disk; whether it was."""
     from triton import knobs
     from triton.runtime.cache import FileCacheManager
 
@@ -115,7 +115,7 @@ def load_cached(variant: Variant) -> bool:
 
 
 def current_target() -> Target:
-    """Of the current device."""
+    """The target of the current device."""
     from triton.runtime.driver import driver
 
     target = driver.active.get_current_target()
@@ -131,7 +131,7 @@ def mixed_steps(
     lengths: Iterable[int] = LENGTHS,
     pieces: Iterable[int] = PIECES,
 ) -> Iterator[Step]:
-    """Steps of a single token and a piece of a prompt, as they come between captured ones; all in the padding block."""
+    """Steps of a single token and a piece of a prompt, which are not captured; all of them in the padding block."""
     for length, count in product(lengths, pieces):
         end, count = min(length, max_length), min(count, max_length)
         chunks = [Chunk(_sequence(end), end - 1, 1, chooses=True), Chunk(_sequence(count), 0, count)]

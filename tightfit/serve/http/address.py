@@ -1,4 +1,4 @@
-"""Whether the server can listen where it was asked to, found out before a model is loaded for minutes; its names."""
+"""Checks that the server can listen at its address before a model is loaded for minutes; the server's host names."""
 
 import errno
 import ipaddress
@@ -13,7 +13,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def own_names(host: str) -> frozenset[str]:
-    """What a server that listens on loopback alone may be called by; empty for one that others reach."""
+    """Host names of a server that listens on loopback alone; empty for one that other machines can reach."""
     try:
         is_loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -23,7 +23,7 @@ def own_names(host: str) -> frozenset[str]:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that is not this machine's, and a port that somebody else listens on."""
+    """Refuse an address that is not this machine's, and a port that another program listens on."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

@@ -1,4 +1,4 @@
-"""What goes back to clients, in OpenAI's words: whole answers and pieces of a stream."""
+"""Responses to clients as OpenAI's objects: whole answers and pieces (chunks) of a stream."""
 
 import secrets
 import time
@@ -25,8 +25,8 @@ class Usage:
     cached: int = 0
 
     def add(self, output: Output) -> None:
-        """What came. A prompt counts once, so of its answers only the first says how much of it was cached: the others
-        find what that one stored."""
+        """Count an output. A prompt counts once, so only its first answer's cached tokens do: the other answers find
+        what the first one stored."""
         self.answer += len(output.tokens)
         self.cached += output.cached if output.index == 0 else 0
 
@@ -54,27 +54,27 @@ class Writer:
     def whole(
         self, answers: Sequence[Answer], usage: Usage, echo: Callable[[int], Echo] = lambda index: NO_ECHO
     ) -> Json:
-        """All answers at once, after what `echo` says of each."""
+        """The response with all answers, each after its echoed prompt."""
         kind = "chat.completion" if self.chat else "text_completion"
         choices = [self._choice(index, answer, echo(index)) for index, answer in enumerate(answers)]
         return self._head(kind) | {"choices": choices, "usage": usage.to_json()}
 
     def opening(self, index: int, before: Echo = NO_ECHO) -> Json:
-        """The first piece of a chat's stream, which says who speaks; of a completion, what it begins with."""
+        """The first piece of a stream: of a chat with the role, of a completion with the echoed prompt."""
         added: Json = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": before.text}
         return self._piece(index, added, self._echoed_chances(before), None)
 
     def offsets(self, before: Echo = NO_ECHO) -> TextOffsets:
-        """Where tokens of an answer begin that comes in pieces, for `piece`."""
+        """The text offsets of one streamed answer's tokens, for `piece`."""
         return TextOffsets(self.tokenizer, len(before.text))
 
     def piece(self, index: int, output: Output, offsets: TextOffsets) -> Json:
-        """What one step added."""
+        """The piece with what one step added."""
         added = {"delta": {"content": output.text}} if self.chat else {"text": output.text}
         return self._piece(index, added, self._chances(output.chances, offsets), REASONS[output.finish])
 
     def calls(self, index: int, answer: Answer) -> list[Json]:
-        """The pieces of an answer that had to be seen whole, as it may be calls; chances come with the last."""
+        """The pieces of a complete answer, which may have tool calls; the last has the log probabilities."""
         rest, calls = found_calls(answer.text)
         pieces = []
         if rest or not calls:
@@ -132,7 +132,7 @@ class Writer:
         }
 
     def _echoed_chances(self, before: Echo) -> Json | None:
-        """Of a prompt's tokens; nothing is known of the first."""
+        """Log probabilities of an echoed prompt's tokens; the first has none."""
         if not before.tokens:
             return None
         first, offsets = before.tokens[0], TextOffsets(self.tokenizer)
@@ -144,7 +144,7 @@ class Writer:
         return {"token": text, "logprob": logprob, "bytes": list(self.tokenizer.token_bytes(token))}
 
     def _name(self, token: int) -> str:
-        """A token's text, or its bytes where they are no whole characters, which many have in common."""
+        """A token's text, or its bytes where these are no whole characters: decoded, many tokens would look alike."""
         own = self.tokenizer.token_bytes(token)
         try:
             return own.decode()
@@ -153,13 +153,13 @@ class Writer:
 
 
 def _joined(one: Json | None, other: Json | None) -> Json | None:
-    """Lists of two parts of a completion, one after the other."""
+    """Log probabilities of two parts of a completion, one after the other."""
     if one is None or other is None:
         return one or other
     return {name: one[name] + other[name] for name in one}
 
 
 def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> Json:
-    """OpenAI's error object; what a client sent may not be text, and is mended."""
+    """OpenAI's error object; characters that UTF-8 cannot encode, which a client may have sent, are replaced."""
     mended = message.encode("utf-8", "replace").decode()
     return {"error": {"message": mended, "type": kind, "param": None, "code": code}}

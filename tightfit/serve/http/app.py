@@ -1,4 +1,4 @@
-"""The routes: chats, completions, embeddings, models, health, numbers, and a page to chat on."""
+"""The routes: chats, completions, embeddings, models, health, metrics, and a page to chat on."""
 
 import asyncio
 import base64
@@ -49,7 +49,7 @@ CLIENT_GONE = 499
 
 @dataclass(frozen=True)
 class Served:
-    """A model on offer."""
+    """The model that an application serves."""
 
     name: str
     service: Service
@@ -60,11 +60,11 @@ class Served:
 
     @property
     def names(self) -> list[str]:
-        """The model's, then its adapters'."""
+        """The model's name, then those of its adapters."""
         return [self.name, *self.service.engine.adapters]
 
     def adapter_of(self, asked: str) -> str | None:
-        """The adapter that a client means, None for the model itself; others are refused."""
+        """The adapter that a client names as its model; None for the model itself, 404 for an unknown name."""
         if asked in ("", self.name):
             return None
         if asked not in self.service.engine.adapters:
@@ -89,7 +89,7 @@ def make_app(served: Served) -> Guards:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Mistakes of clients are 4xx with a sentence in OpenAI's form."""
+    """Answer clients' mistakes with a 4xx status and a sentence in OpenAI's error object."""
 
     def answer(status: int, kind: str) -> Callable[[Request, Any], JSONResponse]:
         return lambda _, error: JSONResponse(error_body(str(error), kind), status)
@@ -188,7 +188,7 @@ async def _answered(served: Served, asking: Asking, request: Request) -> Respons
         await service.check(each)
     if asking.body.stream:
         events = streamed(service, asking, served.limits.request_seconds)
-        # What goes wrong before the first token has a status yet.
+        # A failure before the first token can still be sent as an HTTP status.
         first = await until_gone(request.receive, _first(events))
         return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, events)
     answers = await until_gone(request.receive, _gathered(service, asking.requests, served.limits.request_seconds))
@@ -217,7 +217,7 @@ async def _echoes(served: Served, asking: Asking, texts: list[str]) -> tuple[Ech
 
 
 async def _unanswered(served: Served, asking: Asking) -> dict[str, Any]:
-    """The prompts alone, where no token is asked for."""
+    """The response with the echoed prompts alone, where `max_tokens` is 0."""
     for each in asking.requests:
         await served.service.check(each)
     answers = [Answer(finish="length") for _ in range(len(asking.prompts) * asking.body.n)]

@@ -1,8 +1,8 @@
 """Several servers of one model behind one address.
 
-A request goes to the server that last had a body with the same beginning, whose prefix cache may still know it, unless
-that one has clearly more to do than another; then to the one with fewest open requests. Answers are passed on as they
-come; a client that hangs up hangs up on its server. Numbers of all servers are added up.
+A request goes to the server that a hash of its body's beginning assigns to it, whose prefix cache may know that
+beginning, unless that server has clearly more to do than another; then to the one with fewest open requests. Answers
+are passed on as they come; a client that hangs up hangs up on its server. Metrics of all servers are added up.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 BEGINNING_BYTES = 512
-"""Of a body, which decide where it goes."""
+"""Bytes of a body's beginning, whose hash assigns it to a server."""
 SLACK = 2
-"""Open requests by which a server may be ahead of another and still get those that begin alike."""
+"""How many more open requests than the least busy server the assigned one may have."""
 CHUNK_BYTES = 2**16
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"host", b"content-length"}
 
@@ -63,7 +63,7 @@ class Balancer:
     async def _forward(self, port: int, scope: MutableMapping[str, Any], body: bytes, send: Send) -> None:
         begun = False
         try:
-            async with contextlib.aclosing(_asked(port, scope, body)) as events:
+            async with contextlib.aclosing(_response_events(port, scope, body)) as events:
                 async for event in events:
                     if isinstance(event, h11.Response):
                         begun = True
@@ -77,7 +77,7 @@ class Balancer:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _summed(self, scope: MutableMapping[str, Any], send: Send) -> None:
-        """What all servers say of themselves: worst health, sums of numbers."""
+        """/health, /stats or /metrics over all servers: the worst health, the sums of numbers."""
         found = await asyncio.gather(*(_whole(port, scope) for port in self.ports))
         worst = max(status for status, _ in found)
         if worst >= 400 or scope["path"] == "/health":
@@ -91,7 +91,7 @@ class Balancer:
 
 
 def _summed_metrics(texts: list[str]) -> str:
-    """Expositions of the same metrics, with their values added."""
+    """Several servers' Prometheus texts as one, with the values of each metric added."""
     lines = [text.splitlines() for text in texts]
     summed = []
     for same in zip(*lines, strict=True):
@@ -102,8 +102,8 @@ def _summed_metrics(texts: list[str]) -> str:
     return "\n".join(summed) + "\n"
 
 
-async def _asked(port: int, scope: MutableMapping[str, Any], body: bytes) -> Any:
-    """The events of a server's answer; leaving early closes the connection."""
+async def _response_events(port: int, scope: MutableMapping[str, Any], body: bytes) -> Any:
+    """The h11 events of a server's answer; closing the generator early closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         connection = h11.Connection(h11.CLIENT)
@@ -134,7 +134,7 @@ def _request(scope: MutableMapping[str, Any], body: bytes) -> list[Any]:
 async def _whole(port: int, scope: MutableMapping[str, Any]) -> tuple[int, bytes]:
     status, parts = 503, []
     try:
-        async with contextlib.aclosing(_asked(port, scope, b"")) as events:
+        async with contextlib.aclosing(_response_events(port, scope, b"")) as events:
             async for event in events:
                 if isinstance(event, h11.Response):
                     status = event.status_code

@@ -31,7 +31,7 @@ def _few(text: bytes) -> bool:
 
 
 def _few_outside_texts(body: bytes) -> bool:
-    """Whether brackets, braces and commas are few that are not inside of a text, and texts themselves are."""
+    """Whether there are few brackets, braces and commas outside of texts, and few texts."""
     unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if unescaped.count(b'"') > 4 * MOST_VALUES:  # a field has two texts at most, its name and its value
         return False

@@ -1,8 +1,7 @@
-"""What stands before the routes: the API key, how much a body may hold, how long a client may take to send it.
+"""Checks before the routes: the API key, how much a body may hold, how long a client may take to send it.
 
-A server of this machine alone also looks at the name it is called by. A page of some site can have its own name point
-to 127.0.0.1 (DNS rebinding), and a browser then takes this server for a part of that site: it sends such requests with
-the site's name.
+A server on loopback alone also checks the Host header. A site can have its own name point to 127.0.0.1 (DNS rebinding);
+a browser then takes this server for a part of that site, and sends the requests of the site's pages with its name.
 """
 
 import asyncio
@@ -26,17 +25,17 @@ class ServerLimits:
 
     api_key: str | None = None
     names: frozenset[str] = frozenset()
-    """What it may be called by without a key; empty: anything."""
+    """Host names that requests without a key may name; empty: any."""
     body_bytes: int = 8 * 2**20
     head_seconds: float = 30.0
-    """Until a connection has said what it asks for (timely.py)."""
+    """Until a connection has sent the head of a request (timely.py)."""
     body_seconds: float = 30.0
     request_seconds: float = 600.0
     requests: int = 512
 
 
 class RefusedError(Exception):
-    """A request that does not get as far as a route."""
+    """A request that is refused before it reaches a route."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -44,7 +43,7 @@ class RefusedError(Exception):
 
 
 class Guards:
-    """ASGI middleware; /v1 and the numbers need the key, the page and /health do not."""
+    """ASGI middleware; /v1, /stats and /metrics need the key, the page and /health do not."""
 
     def __init__(self, app: Any, limits: ServerLimits) -> None:
         self.app, self.limits = app, limits
@@ -111,7 +110,7 @@ class Guards:
 
 
 def _check_kind(scope: MutableMapping[str, Any]) -> None:
-    """Bodies are JSON and say so: a page of another site may send other kinds without asking first."""
+    """Refuse bodies not declared as JSON: another site's page may send other types without a CORS preflight."""
     given = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -119,7 +118,7 @@ def _check_kind(scope: MutableMapping[str, Any]) -> None:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then whatever the connection says next."""
+    """A `receive` that returns the body in one message, then the connection's next messages."""
     sent = False
 
     async def again() -> Message:

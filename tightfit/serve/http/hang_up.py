@@ -1,4 +1,4 @@
-"""Work that nobody waits for any more is cancelled: clients hang up."""
+"""Cancels work whose client has hung up."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Res
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
-    except BaseExceptionGroup as group:  # of tasks that fail together the first says why
+    except BaseExceptionGroup as group:  # tasks may fail together: raise the first one's error
         raise group.exceptions[0] from None
     finally:
         for each in (task, gone):

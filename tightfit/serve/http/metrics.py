@@ -6,7 +6,7 @@ from tightfit.serve.service import Service
 
 
 def stats(service: Service) -> dict[str, Any]:
-    """What the server is doing now."""
+    """Counters and gauges of the server, by name."""
     engine = service.engine
     counts = engine.counts
     return {
@@ -39,16 +39,16 @@ HELP = {
     "finished": ("counter", "Requests answered to their end."),
     "steps": ("counter", "Steps of the engine."),
     "prompt_tokens": ("counter", "Tokens of prompts."),
-    "cached_tokens": ("counter", "Those of them found in the cache."),
+    "cached_tokens": ("counter", "Tokens of prompts that were found in the cache."),
     "answer_tokens": ("counter", "Tokens of answers."),
     "guessed_tokens": ("counter", "Tokens guessed by speculation."),
-    "kept_tokens": ("counter", "Those of them kept."),
+    "kept_tokens": ("counter", "Guessed tokens that were kept."),
     "preemptions": ("counter", "Answers put back to be computed again."),
 }
 
 
 def prometheus(service: Service) -> str:
-    """The exposition format, version 0.0.4."""
+    """`stats` in Prometheus's text format, version 0.0.4."""
     lines = []
     for name, value in stats(service).items():
         kind, text = HELP[name]

@@ -1,8 +1,8 @@
-"""What clients send, in OpenAI's words, and how it becomes settings of ours.
+"""Bodies of requests, as OpenAI defines them, and how they become `Sampling` and prompts.
 
 Fields that OpenAI's interface lacks have the names other servers gave them (top_k, min_p, guided_regex, …). Unknown
-fields are passed over, as clients send many. Values are checked where they are used, in `Sampling`. Long lists are
-refused by their length or at their first mistake: pydantic writes a sentence for each, and half a million take seconds.
+fields are ignored, as clients send many. Values are checked where they are used, in `Sampling`. Long lists are refused
+by their length or at their first mistake: pydantic writes a sentence for each, and half a million take seconds.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def _at_most(most: int, what: str) -> BeforeValidator:
 
 
 def _all_of(given: Any, kind: type, what: str) -> Any:
-    """Refuse the first item of a list that is something else."""
+    """`given`; a ValueError for the first item of a list whose type is not `kind`."""
     if isinstance(given, list) and not all(type(each) is kind for each in given):  # JSON's true is no number
         place = next(index for index, each in enumerate(given) if type(each) is not kind)
         raise ValueError(f"item {place} is not {what}")
@@ -46,7 +46,7 @@ def _all_of(given: Any, kind: type, what: str) -> Any:
 
 
 def _kind_of_texts(given: Any) -> str:
-    """What the first item is decides what all have to be: none is tried as everything that it might be."""
+    """The kind that the first item decides for all, so that pydantic does not try each item as every kind."""
     if not isinstance(given, list):
         return "text"
     first = given[0] if given else ""
@@ -78,8 +78,8 @@ Messages = Annotated[
 
 
 class Lenient(BaseModel):
-    """Takes what it knows and passes over the rest. A setting that is null is left out, as some clients send them all;
-    what a request is about may not be."""
+    """Ignores unknown fields. A setting that is null counts as not given, as some clients send them all; the content of
+    a request (CONTENT) may not be null."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -133,7 +133,7 @@ class Generation(Lenient):
     def sampling(
         self, tokenizer: Tokenizer, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None
     ) -> Sampling:
-        """Settings of ours; `max_tokens` where the client gives none."""
+        """The settings as `Sampling`, with `max_tokens` where the client gives none."""
         names = (*NUMBERS, "top_k", "logit_bias", "seed")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if -LARGEST_SEED - 1 <= given.get("seed", 0) < 0:
@@ -148,7 +148,7 @@ class Generation(Lenient):
         )
 
     def grammar(self) -> Grammar | None:
-        """The form asked for, in whichever of the ways there are."""
+        """The grammar that the answer must follow, from whichever field asks for one; None without."""
         return asked_grammar(self.model_dump(include=set(FORMS)))
 
     def _stops(self) -> tuple[str, ...]:
@@ -166,11 +166,11 @@ class CompletionBody(Generation):
 
     @property
     def is_silent(self) -> bool:
-        """Whether no token is asked for, but what is to be said of the prompt."""
+        """Whether the prompt is to be echoed and no token generated."""
         return self.echo and self.max_tokens == 0
 
     def refuse_undone(self) -> None:
-        """Refuse what would change the answer and is not done here."""
+        """Refuse settings that would change the answer and are not implemented."""
         if self.is_silent and self.stream:
             raise UserError("max_tokens is 0, which leaves a stream empty; leave stream out or ask for a token")
         if self.best_of not in (None, self.n):
@@ -208,7 +208,7 @@ class ChatBody(Generation):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def asked_logprobs(self) -> int | None:
-        """How many likeliest tokens are told beside each; None where none is told of at all."""
+        """How many of the likeliest tokens to report beside each token; None for no log probabilities."""
         if self.top_logprobs and not self.logprobs:
             raise UserError(f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set it or leave both out")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -224,9 +224,9 @@ class EmbeddingBody(Lenient):
 
 
 def as_token_lists(given: Texts, tokenizer: Tokenizer, room: int) -> list[list[int]]:
-    """The prompts of a request as tokens, a text after the token that begins texts where the model wants one.
+    """The prompts of a request as tokens; a text gets the model's beginning-of-text token, where it wants one.
 
-    Texts that no `room` tokens can say are refused before they are cut into tokens, which takes seconds a megabyte.
+    Texts too long for `room` tokens are refused before tokenizing, which takes seconds a megabyte.
     """
     from tightfit.models.generate import prompt_tokens
 
@@ -243,8 +243,8 @@ def as_token_lists(given: Texts, tokenizer: Tokenizer, room: int) -> list[list[i
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that its answers begin with, and what the model thought of each of its tokens after the first, where
-    log probabilities are told."""
+    """A prompt that its answers begin with, and the log probabilities of its tokens after the first, where they are
+    asked for."""
 
     text: str = ""
     tokens: Sequence[int] = ()
@@ -255,7 +255,7 @@ NO_ECHO = Echo()
 
 
 def echoed(given: Texts, tokenizer: Tokenizer) -> list[str]:
-    """The prompts of a request as text, as they were given where that was text."""
+    """The prompts of a request as text, decoded where they were given as tokens."""
     if isinstance(given, str):
         return [_text_of(given, tokenizer)]
     alone = bool(given) and all(isinstance(each, int) for each in given)

@@ -1,7 +1,7 @@
 """Copies of a served model, each a server of its own on the loopback interface, behind one address (balancer.py).
 
-On GPUs a copy gets cards of its own. When one of them ends, so does the whole, with its error: half a service that
-looks whole is worse. A signal stops listening, lets open answers finish, and then ends the copies.
+Each copy gets GPUs of its own, where there are any. When a copy ends, the whole server does, with an error: half a
+service that looks whole is worse. A signal stops listening, lets open answers finish, and then ends the copies.
 """
 
 import ctypes

@@ -30,8 +30,8 @@ class ServerOptions:
 
 
 class PatientServer(uvicorn.Server):
-    """The first signal stops listening and lets open requests finish, the second ends them; uvicorn raises neither
-    again, as there is more to end than the listening."""
+    """The first signal stops listening and lets open requests finish, the second ends them. uvicorn does not raise
+    them again after its own end, so that engine and copies can be ended too."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -39,7 +39,7 @@ class PatientServer(uvicorn.Server):
 
 
 class DrainingServer(PatientServer):
-    """Tells its service that the end is near."""
+    """Also marks its service as draining."""
 
     service: Service
 
@@ -62,7 +62,7 @@ def listening_config(app: Any, options: ServerOptions) -> uvicorn.Config:
 
 
 def serve(loaded: LoadedModel, engine: Engine, options: ServerOptions) -> None:
-    """Serve until a signal comes. Raises what killed the engine, where that is why it ended."""
+    """Serve until a signal comes; raises the engine's error if that ended it."""
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source} has no tokenizer, so it cannot be served")
     service = Service(engine, most_requests=options.limits.requests)

@@ -22,7 +22,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Asking:
-    """A client's request with everything that has been made of it."""
+    """A client's request, with the prompts, settings and writer made from it."""
 
     body: Generation
     prompts: list[list[int]]
@@ -53,7 +53,8 @@ class Asking:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends it, a client that hangs up too, closes the iterator and cancels its request."""
+    """Server-sent events. However the response ends, also if the client hangs up, it closes `rest`, which cancels the
+    request."""
 
     def __init__(self, first: str, rest: AsyncGenerator[str, None]) -> None:
         async def both() -> AsyncGenerator[str, None]:
@@ -72,7 +73,7 @@ class EventStream(StreamingResponse):
 
 
 def event(value: Any) -> str:
-    """One server-sent event. What some clients take for the end of a line, beside a line feed, is escaped."""
+    """One server-sent event; characters other than a line feed that some clients take for a line end are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     for end in ("\x85", "\u2028", "\u2029"):
         text = text.replace(end, f"\\u{ord(end):04x}")
@@ -80,7 +81,7 @@ def event(value: Any) -> str:
 
 
 async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[str, None]:
-    """The events of all answers. A failure after the first token is an event too, as the status is long sent."""
+    """The events of all answers. A failure after the first token is an event too, as the HTTP status has been sent."""
     usage = Usage(sum(len(each.prompt) for each in asking.requests))
     begun = False
     try:

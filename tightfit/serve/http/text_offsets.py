@@ -1,4 +1,4 @@
-"""Where the tokens of a completion begin in its text, which its log probabilities say beside them."""
+"""`text_offset` of a completion's log probabilities: where each token begins in the text."""
 
 import codecs
 from collections.abc import Iterable
@@ -7,9 +7,9 @@ from tightfit.models.tokenizer import Tokenizer
 
 
 class TextOffsets:
-    """Counts characters from `start` on, as tokens come: one that only goes on with a character begins where that ends.
+    """Counts characters from `start` on, as tokens come; a token that continues a character has the character's offset.
 
-    Tokens are taken for the bytes they are: a tokenizer that drops a space before the first is off by one.
+    Counted are the bytes of tokens: where a tokenizer drops a space before the first token, offsets are one too high.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
@@ -17,7 +17,7 @@ class TextOffsets:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, tokens: Iterable[int]) -> list[int]:
-        """Where each of the next `tokens` begins; those that say how a text is meant are not in it."""
+        """Where each of the next `tokens` begins; special tokens have no text."""
         found = []
         for token in tokens:
             found.append(self._at)

@@ -1,5 +1,5 @@
-"""Connections on which no request comes are closed: uvicorn waits for the rest of a request's head without end, and
-every connection that waits takes one of the files that a process may have open."""
+"""Closes connections on which no request comes: uvicorn waits for the rest of a request's head without end, and every
+open connection takes one of the files that a process may have open."""
 
 import asyncio
 from typing import Any
@@ -8,7 +8,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 
 def timely(head_seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which closes a connection whose next request has not said its head after so long."""
+    """uvicorn's protocol, which closes a connection whose next request has not sent its head after `head_seconds`."""
 
     class TimelyProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _deadline: asyncio.TimerHandle | None = None

@@ -24,7 +24,7 @@ def offered(body: ChatBody) -> list[Tool]:
 
 
 def forced_grammar(body: ChatBody) -> Grammar | None:
-    """The form of an answer that has to be a call; None where the model may choose."""
+    """The grammar of an answer that must be a call; None where the model may choose."""
     tools = offered(body)
     wanted = [tool for tool in tools if _is_wanted(tool, body.tool_choice)]
     if body.tool_choice is None or body.tool_choice in ("auto", "none"):
@@ -47,7 +47,7 @@ def found_calls(text: str) -> tuple[str, list[Call]]:
 
 
 def _read(text: str) -> list[Call]:
-    """The call, or the list of nothing but calls, that a text is; else none."""
+    """The calls in a text that is the JSON of a call or of a list of calls alone; else none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -81,7 +81,7 @@ def _calls_schema(tools: list[Tool]) -> dict[str, Any]:
 
 
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
-    """The schema of a call, which will be at `place`."""
+    """The schema of a call to `tool`, which will stand at the JSON pointer `place`."""
     parameters = tool.function.parameters or {"type": "object"}
     arguments = _moved(parameters, f"{place}/properties/arguments")
     return {
@@ -93,7 +93,7 @@ def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to itself are right where it is a part of another, at `place`."""
+    """A schema with its internal references rebased, for use as the part of another one at `place`."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):

@@ -1,8 +1,9 @@
-"""A step of one model over several ranks: rank 0 tells the others what to compute, and gets the logits.
+"""A step of one model over several ranks: rank 0 sends the step to the others, and gets the logits.
 
-Steps go to the other ranks through connections on the loopback interface, which wait as long as nobody asks anything
-and end with their process; what layers exchange goes through torch.distributed. Every rank runs its layers over its own
-part of the cache. The last stage's tensor ranks put their parts of the logits together and send them to rank 0.
+Steps go to the other ranks through connections on the loopback interface, which wait without a timeout while there are
+no requests, and end with their process; layers communicate through torch.distributed. Every rank runs its layers over
+its own part of the cache. The last stage's tensor ranks all-gather their parts of the logits, and the first of them
+sends them to rank 0.
 """
 
 import pickle
@@ -84,7 +85,7 @@ class RankSteps:
 
 
 class RankRunner:
-    """What an engine on rank 0 runs its steps with."""
+    """The runner of an engine on rank 0: runs its own part of a step and has the other ranks run theirs."""
 
     def __init__(self, steps: RankSteps) -> None:
         self.steps, self.cache, self.device = steps, steps.cache, steps.device
@@ -100,7 +101,7 @@ class RankRunner:
         return logits
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """Close the connections, which ends the other ranks."""
         for other in self._others:
             other.close()
 
@@ -114,7 +115,7 @@ def follow(steps: RankSteps) -> None:
 
 
 def _connections(ranks: int) -> list[Connection]:
-    """To every other rank."""
+    """Connections to all other ranks, on rank 0."""
     key = secrets.token_bytes(32)
     with Listener((LOOPBACK, 0), backlog=ranks, authkey=key) as listener:
         _from_first_rank((listener.address, key))
@@ -122,13 +123,13 @@ def _connections(ranks: int) -> list[Connection]:
 
 
 def _from_first_rank(address: Any) -> Any:
-    """Where rank 0 listens, and the key, which rank 0 gives and all get."""
+    """Rank 0's (address, key), broadcast to all ranks; the other ranks pass None."""
     values = [address]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def _moved(step: Step, device: torch.device) -> Step:
-    """A copy on `device`, without what was derived from it."""
+    """A copy on `device`, without the tensors derived from the step."""
     tensors = {name: getattr(step, name).to(device) for name in TENSORS}
     return replace(step, **tensors, _tiles=None)

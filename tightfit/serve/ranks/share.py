@@ -1,4 +1,4 @@
-"""One model over several ranks of one machine: which part of it each has, and how they meet.
+"""One model over several ranks of one machine: which part of it each rank has, and how the ranks connect.
 
 Rank = stage · tensor + tensor rank. Tensor ranks share every layer (parallel/tensor.py) and have the keys and values of
 their own heads; stages have consecutive layers each, with keys and values of those. Rank 0 schedules, chooses tokens
@@ -55,7 +55,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank has of a model."""
+    """One rank's part of a model."""
 
     spread: Spread
     rank: int
@@ -71,12 +71,12 @@ class RankShare:
 
     @property
     def weight(self) -> Tensor:
-        """Any of its weights: they share device and dtype."""
+        """Any of its weights: all have one device and dtype."""
         return next(self.model.parameters())
 
 
 def check_spread(spec: ModelSpec, spread: Spread, device: torch.device) -> None:
-    """Refuse what cannot be divided, and more ranks than there are GPUs."""
+    """Refuse a model that cannot be divided so, and more ranks than there are GPUs."""
     if spread.tensor > 1 and (sentence := indivisible(spec, spread.tensor)):
         raise UserError(sentence.replace("layout.tensor", "--tensor"))
     if spread.pipeline > spec.layers:
@@ -89,7 +89,7 @@ def check_spread(spec: ModelSpec, spread: Spread, device: torch.device) -> None:
 
 
 def open_meeting(ranks: int) -> Any:
-    """The store at which ranks of this machine meet, held by rank 0; its `port` is what the others are told."""
+    """The TCPStore at which the ranks of this machine meet, held by rank 0; the others need its `port`."""
     return dist.TCPStore(LOOPBACK, 0, ranks, True, timeout=TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
@@ -99,7 +99,7 @@ def find_meeting(port: int, ranks: int) -> Any:
 
 
 def join(spread: Spread, rank: int, store: Any, device: torch.device) -> torch.device:
-    """Meet the other ranks; returns this rank's device."""
+    """Join the process group of all ranks; returns this rank's device."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     own = torch.device("cuda", rank) if device.type == "cuda" else device
     if own.type == "cuda":
@@ -109,7 +109,7 @@ def join(spread: Spread, rank: int, store: Any, device: torch.device) -> torch.d
 
 
 def load_share(source: str, spread: Spread, device: torch.device, dtype: torch.dtype) -> RankShare:
-    """This rank's part of the model at `source`; the process group of all ranks is there."""
+    """This rank's part of the model at `source`, after `join`."""
     spec = source_spec(source)
     mesh = make_mesh(spread.layout, device.type)
     stage = mesh.get_local_rank("pipeline") if spread.pipeline > 1 else 0
@@ -127,7 +127,7 @@ def load_share(source: str, spread: Spread, device: torch.device, dtype: torch.d
 
 def agreed_budget(share: RankShare, config: EngineConfig) -> Budget:
     """This rank's budget, with as many blocks as all ranks have room for."""
-    # Each rank multiplies by the weights of its own layers as they are.
+    # Ranks run the decoder's own layers, which have no 16-bit copy.
     own = decide_budget(share.model, replace(config, half_weights=False), spec=share.local_spec)
     least = torch.tensor([own.blocks], device=share.weight.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)

@@ -1,8 +1,8 @@
 """Watches the other ranks of a served model: when one ends, so does the server, with a sentence that names it.
 
-A dead rank is otherwise noticed by the next request alone, and on GPUs by a collective that waits for minutes. The
-first rank is asked to stop as by SIGTERM, so that clients hear of it; what still waits for the dead rank after
-`GRACE_S` is ended with the process.
+Without it only the next request would notice a dead rank, and on GPUs after minutes in a collective. The first rank
+sends itself SIGTERM, so that clients hear of it; if it still waits for the dead rank after `GRACE_S`, its process is
+ended.
 """
 
 import os
@@ -17,12 +17,12 @@ from tightfit.launch.forked import Forked
 
 LOOK_S = 0.2
 NOTICE_S = 5.0
-"""How long after the engine has failed a rank that died may be found, which is then the cause."""
+"""How long after a failure of the engine to look for a rank that died, which is then the cause."""
 GRACE_S = 10.0
 
 
 class RankWatch:
-    """`with` it, ranks 1 and up, which are `processes`, are looked at."""
+    """A context manager that watches `processes`, ranks 1 and up."""
 
     def __init__(self, processes: Forked) -> None:
         self.processes = processes
@@ -41,7 +41,7 @@ class RankWatch:
         self._over.set()
         self._thread.join(LOOK_S * 10)
         if died:
-            sys.exit(1)  # the sentence has been said; what it made of the engine is no news
+            sys.exit(1)  # the cause has been printed; the engine's error follows from it
 
     def _look(self) -> None:
         while not self._over.is_set():
@@ -52,8 +52,8 @@ class RankWatch:
 
     def _end(self, rank: int, exit_code: int) -> None:
         which = f"rank {rank} of {len(self.processes.processes) + 1}"
-        said = f"tightfit: {which} ended with {exit_name(exit_code)}, and the server with it; start it again"
-        print(said, file=sys.stderr, flush=True)
+        message = f"tightfit: {which} ended with {exit_name(exit_code)}, and the server with it; start it again"
+        print(message, file=sys.stderr, flush=True)
         self._found.set()
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Output that must have a form: JSON of a schema, a regular expression, or a grammar, through `llguidance`.
+"""Constrained decoding: answers that follow a JSON schema, a regular expression, or a grammar, through `llguidance`.
 
 A grammar allows some tokens at each place; all others get the logit −∞ before anything else is decided. llguidance
 (Lark-like grammars, JSON Schema, regular expressions over the tokenizer's own tokens) computes which, in microseconds.
@@ -22,11 +22,11 @@ Kind = Literal["json", "json_schema", "regex", "lark"]
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON on one line, as json.dumps writes it: where spaces are free, some models write nothing else."""
 FORMS = ("guided_regex", "guided_grammar", "guided_json", "response_format")
-"""Fields by which a request asks for a form; the first that is given decides."""
+"""Fields by which a request asks for a grammar; the first that is given decides."""
 LARGEST_TEXT = 2**17
-"""Characters of a form: twice as many take four times as long to read, these about a second."""
+"""Characters of a grammar: twice as many take four times as long to compile, these about a second."""
 MOST_KEPT = 16
-"""Forms that need not be read again."""
+"""Compiled grammars that are kept for the next request."""
 INSTALL = "pip install 'tightfit[serve]'"
 
 
@@ -39,7 +39,7 @@ class Grammar:
 
 
 def asked_grammar(given: Mapping[str, Any]) -> Grammar | None:
-    """The form asked for, in whichever of the ways there are, in the words of servers."""
+    """The grammar that a request asks for in one of FORMS, the names that other servers use; None without."""
     asked = {name: given[name] for name in FORMS if given.get(name) is not None}
     for name, kind in (("guided_regex", "regex"), ("guided_grammar", "lark")):
         if name in asked:
@@ -72,8 +72,8 @@ def _schema(value: Any, name: str) -> str:
 
 
 class Constraints:
-    """Makes matchers for one tokenizer, in any thread; reading its vocabulary is slow and happens once, as does reading
-    a form that was asked for lately."""
+    """Makes matchers for one tokenizer, in any thread. Reading its vocabulary is slow and happens once; grammars that
+    were asked for lately are kept compiled."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._guidance = _import()
@@ -83,7 +83,7 @@ class Constraints:
         self._lock = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> "Matcher":
-        """A matcher at the beginning of an answer; a mistake in the grammar is the user's."""
+        """A matcher at the beginning of an answer; a mistake in the grammar is a UserError."""
         with self._lock:
             begun = self._begun.get(grammar)
         if begun is None:
@@ -122,7 +122,7 @@ class Constraints:
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size

@@ -1,4 +1,4 @@
-"""A request and what comes back for it, step by step."""
+"""A request, and the outputs that come back for it step by step."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenChance:
-    """A token, the log of its probability under the model alone, and the likeliest others at its place."""
+    """A token, its log probability before any setting changes the logits, and the likeliest tokens at its place."""
 
     token: int
     logprob: float
@@ -43,7 +43,7 @@ class Output:
     chances: tuple[TokenChance, ...] = ()
     finish: Finish | None = None
     cached: int = 0
-    """Prompt tokens that were found in the cache; said with the first token."""
+    """Prompt tokens that were found in the prefix cache; reported with the first token."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Answer:
     cached: int = 0
 
     def add(self, output: Output) -> None:
-        """The next of them."""
+        """Append the next output."""
         self.tokens += output.tokens
         if output.text:
             self.text += output.text

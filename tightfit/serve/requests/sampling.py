@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen: everything a client may ask for, checked once, where it is made.
+"""How the tokens of a request are chosen: all settings of a client, checked once, when a `Sampling` is made.
 
 The order of the steps is the usual one: logit bias and penalties change the logits; temperature divides them; top-k,
 top-p, min-p and typical-p each cut what the one before left. Temperature 0 takes the likeliest token.
@@ -32,7 +32,7 @@ NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings of one request. Those left alone change nothing, but for the temperature."""
+    """The settings of one request. With the defaults, tokens are drawn from the model's own distribution."""
 
     max_tokens: int = 128
     temperature: float = 1.0
@@ -45,7 +45,7 @@ class Sampling:
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens that the answer already has."""
     frequency_penalty: float = 0.0
-    """The same, times how often."""
+    """Subtracted from them once for every time the answer has the token."""
     logit_bias: Mapping[int, float] = field(default_factory=lambda: NO_BIAS)
     seed: int = field(default_factory=lambda: secrets.randbits(62))
     stop: tuple[str, ...] = ()
@@ -78,12 +78,12 @@ class Sampling:
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether what has been said changes what is likely."""
+        """Whether logits are changed by the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
     def needs_host(self) -> bool:
-        """Whether choosing a token needs to know the one before it, or what the model thought of others."""
+        """Whether the host takes part in choosing a token: with penalties, a grammar, log probabilities or a bias."""
         return self.has_penalties or self.grammar is not None or self.logprobs is not None or bool(self.logit_bias)
 
 

@@ -15,7 +15,7 @@ LONGEST_CHARACTER_TOKENS = 8
 
 
 class TextStream:
-    """Turns tokens into text that may be shown; `stopped` once a stop string has appeared."""
+    """Turns one answer's tokens into text that may be shown; `stopped` once a stop string has appeared."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
@@ -25,12 +25,12 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """What may be shown now that `token` has come."""
+        """The text that may be shown now that `token` has come."""
         self._tokens.append(token)
         return self._released(self._decoded(final=False))
 
     def finish(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """The text that was held back, now that no token follows."""
         if self.stopped:
             return ""
         shown = self._released(self._decoded(final=True))
@@ -51,7 +51,7 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special=True) if tokens else ""
 
     def _released(self, new: str) -> str:
-        """`new` after what was held, up to a stop string or what may become one."""
+        """The text held back and then `new`, up to a stop string or the beginning of one, which is held back."""
         if self.stopped:
             return ""
         text = self._held + new

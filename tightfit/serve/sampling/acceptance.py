@@ -1,9 +1,9 @@
 """Which guessed tokens are kept, so that answers have exactly the target's distribution.
 
-With p the target's distribution and q the guesser's at a place, guess x is kept with probability min(1, p(x) / q(x));
-at the first that is not, a token is drawn from max(0, p − q), normed; after the last, from p (Leviathan et al. 2023,
-Chen et al. 2023). A lookup guesses with certainty: q(x) = 1. Greedy is the case where p is on one token: guesses are
-kept while they are the argmax.
+With p the target's distribution and q the draft's at a position, guess x is kept with probability min(1, p(x) / q(x));
+at the first that is not, a token is drawn from max(0, p − q), normalized; after the last, from p (Leviathan et al.
+2023, Chen et al. 2023). A lookup guesses with certainty: q(x) = 1. Greedy is the case where p is on one token: guesses
+are kept while they are the argmax.
 """
 
 from collections.abc import Sequence as Items
@@ -36,10 +36,10 @@ def accepted(target: Tensor, proposal: Items[int], draft: Tensor | None, sequenc
 
 
 def uniform_of(sequence: Sequence, position: int, purpose: Purpose) -> float:
-    """The random number of one place in an answer."""
+    """The random number in [0, 1) of one position of a sequence, for one purpose."""
     return uniform(sequence.sampling.seed, sequence.index, position, purpose)
 
 
 def draw_one(chances: Tensor, number: float) -> int:
-    """One token of chances [V]."""
+    """The token that a uniform `number` draws from chances [V]."""
     return int(draw(chances[None], torch.tensor([number], device=chances.device))[0])

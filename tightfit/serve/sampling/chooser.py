@@ -16,7 +16,7 @@ from tightfit.serve.schedule.sequence import Sequence
 
 @dataclass(frozen=True)
 class Asked:
-    """A sequence, where its answer stands in a grammar, and what was guessed of it (with the guesser's chances)."""
+    """A sequence, its state in a grammar, its guessed tokens, and the distributions that these were drawn from."""
 
     sequence: Sequence
     matcher: Matcher | None = None
@@ -31,14 +31,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The next tokens of a sequence, and what the model thought of them where that was asked for."""
+    """The next tokens of a sequence, and their log probabilities where they are asked for."""
 
     tokens: list[int]
     chances: list[TokenChance]
 
 
 def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
-    """The same, each by itself: sums over a row are taken in the same order whatever the others ask for."""
+    """`choose` for each sequence by itself: sums over a row run in one order whatever the others ask for."""
     starts = _starts(asked)
     return [
         choose(logits[start : start + own.rows].clone(), [own])[0] for own, start in zip(asked, starts, strict=True)
@@ -47,7 +47,7 @@ def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
 
 @torch.inference_mode()
 def choose(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
-    """The tokens that follow, given logits [rows of all, V]; changes the logits."""
+    """The next tokens of each sequence, given the logits [rows of all, V], which are changed in place."""
     raw = [_raw_row(logits, each, start) for each, start in zip(asked, _starts(asked), strict=True)]
     for each, start in zip(asked, _starts(asked), strict=True):
         if each.sequence.sampling.needs_host:

@@ -18,14 +18,14 @@ from tightfit.serve.schedule.sequence import Sequence
 
 FIRST_LOOK = 512
 SCANNED = 1024
-"""Chances that are cumulated by one program."""
+"""Probabilities that one program of the GPU sums up."""
 LEAST_SHARE = 1e-6
 """Smaller shares of top-p and typical-p are this one, so that none is zero in float32 and keeps no token at all."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How rows are cut, as tensors [R, 1]; None for what no row uses."""
+    """The settings by which rows are cut, as tensors [R, 1]; None for one that no row uses."""
 
     top_k: Tensor | None
     top_p: Tensor | None
@@ -36,7 +36,7 @@ class Rows:
 
     @classmethod
     def of(cls, settings: Items[Sampling], device: torch.device, vocab_size: int) -> "Rows":
-        """The settings of rows in order."""
+        """The `settings` of rows, in the rows' order."""
 
         def column(values: list[float], off: float) -> Tensor | None:
             return None if all(value == off for value in values) else to_device(values, device)[:, None]
@@ -52,7 +52,7 @@ class Rows:
 
 
 def probabilities(logits: Tensor, settings: Items[Sampling]) -> Tensor:
-    """What each row [R, V] is drawn from; all of it on the likeliest token for greedy rows."""
+    """The distribution [R, V] that each row is drawn from; all of it on the likeliest token for greedy rows."""
     temperature = to_device([1.0 if each.is_greedy else each.temperature for each in settings], logits.device)
     chances = (logits.float() / temperature[:, None]).softmax(-1)
     cut = [index for index, each in enumerate(settings) if _cuts(each)]
@@ -74,7 +74,7 @@ def _cuts(sampling: Sampling) -> bool:
 
 
 def filtered(chances: Tensor, rows: Rows) -> Tensor:
-    """Probabilities after top-k, top-p, min-p and typical-p, each of what the one before left; rows sum to one."""
+    """Probabilities after top-k, top-p, min-p and typical-p, each cutting what the one before left; rows sum to one."""
     if rows.top_k is not None or rows.top_p is not None:
         chances = _top(chances, rows)
     if rows.min_p is not None:
@@ -92,10 +92,10 @@ def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def cumulated(chances: Tensor) -> Tensor:
-    """Cumulated sums of rows [R, V], added in one order however busy a GPU is.
+    """Cumulative sums of rows [R, V], added in one order however busy a GPU is.
 
-    Torch's scan of a single long row there adds partial sums as its blocks happen to end. Here rows are cut in blocks,
-    each of which one program adds up.
+    Torch's scan of a single long row there adds partial sums in the order in which its blocks happen to end. Here rows
+    are cut into blocks, each of which one program sums up.
     """
     if not chances.is_cuda:
         return chances.cumsum(-1)
@@ -119,7 +119,7 @@ def _top(chances: Tensor, rows: Rows) -> Tensor:
 
 
 def _top_among(chances: Tensor, rows: Rows, looked: int) -> Tensor | None:
-    """That among the `looked` likeliest; None where more would have to be seen."""
+    """`_top` over the `looked` likeliest tokens only; None where these do not suffice."""
     ordered, index = chances.topk(looked) if looked < chances.shape[-1] else chances.sort(descending=True)
     rank = torch.arange(looked, device=chances.device)
     if rows.top_k is not None:
@@ -136,7 +136,7 @@ def _top_among(chances: Tensor, rows: Rows, looked: int) -> Tensor | None:
 
 
 def _whole(ordered: Tensor, chances: Tensor, rows: Rows) -> Tensor:
-    """The sum that top-p is a share of: of the k likeliest, or of all where a row has no k."""
+    """The sum that top-p is a share of: over the k likeliest, or over all where a row has no k."""
     assert rows.top_k is not None
     unlimited = rows.top_k >= chances.shape[-1]
     return torch.where(unlimited, chances.sum(-1, keepdim=True), ordered.sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""The blocks of the paged key/value cache: who holds which, and which still hold a prefix worth finding again.
+"""The blocks of the paged key/value cache: how many sequences hold each, and which have a prefix that can be reused.
 
 A block is a page of `block_size` positions (PagedAttention, Kwon et al. 2023). Every holder counts once; a block
 without holders is free, but keeps its contents until it is taken: the least recently freed is taken first, so that
@@ -16,7 +16,7 @@ ROOT: Digest = b""
 
 
 def block_digest(before: Digest, tokens: Sequence[int]) -> Digest:
-    """The name of a full block: of its tokens, at their place after the block named `before`."""
+    """The digest of a full block: of its tokens and of `before`, the digest of the block before it."""
     return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """How many blocks somebody holds."""
+        """How many blocks have a holder."""
         return self.size - len(self._free)
 
     def blocks_for(self, positions: int) -> int:
@@ -47,7 +47,7 @@ class BlockPool:
         return -(-positions // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks of one's own; what they held is forgotten."""
+        """`count` free blocks, now with one holder each; their old contents can no longer be found."""
         assert count <= self.free, f"asked for {count} blocks of {self.free}"
         taken = []
         for _ in range(count):
@@ -58,7 +58,7 @@ class BlockPool:
         return taken
 
     def find(self, digests: Iterable[Digest]) -> list[int]:
-        """The blocks of the longest prefix of `digests` that is still here; nobody holds them more for that."""
+        """The blocks of the longest prefix of `digests` that is still here; does not add a holder."""
         found = []
         for digest in digests:
             block = self._block_of.get(digest)
@@ -68,7 +68,7 @@ class BlockPool:
         return found
 
     def free_among(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody holds: holding them makes the pool smaller by that."""
+        """How many of `blocks` have no holder: holding them leaves so many fewer to take."""
         return sum(block in self._free for block in blocks)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -87,7 +87,7 @@ class BlockPool:
                 self._free[block] = None
 
     def remember(self, block: int, digest: Digest) -> None:
-        """Say that `block`, which is full, can be found by `digest`; the first block of that name stays the one."""
+        """Let `block`, which is full, be found by `digest`; the first block with that digest stays the one."""
         if digest not in self._block_of and block not in self._digest_of:
             self._digest_of[block], self._block_of[digest] = digest, block
 

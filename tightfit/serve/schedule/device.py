@@ -1,4 +1,4 @@
-"""Numbers from the host to where the model is, without waiting for it."""
+"""Copies numbers from the host to the model's device without waiting for the copy."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
 """What the next step computes: continuous batching with chunked prefill, priorities and preemption.
 
 Every step takes one token of each answer that is under way, and fills the rest of its token budget with prompts, in
-pieces where they are long (Sarathi, Agrawal et al. 2023): nobody waits for somebody else's prompt. A prompt gets all
-its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that comes
-last in the order (priority, arrival) gives all of its own back and waits; it is computed again later, often from blocks
-that are still in the cache, or copied back from the host where it was kept there (`host`).
-A waiting sequence of a better priority takes the place of a running one of a worse.
+pieces where they are long (Sarathi, Agrawal et al. 2023): no answer waits for another request's prompt. A prompt gets
+all its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that
+comes last in the order (priority, arrival) is preempted: it frees all its blocks and waits. It is computed again later,
+often from blocks that are still in the cache, or copied back from the host where it was saved there (`host`).
+A waiting sequence of a better priority preempts a running one of a worse.
 
 Nothing here knows a model or a device: lengths are enough.
 """
@@ -22,13 +22,13 @@ from tightfit.serve.schedule.sequence import Sequence
 
 
 class Host(Protocol):
-    """Keeps keys and values of sequences that have no blocks."""
+    """Keeps keys and values of preempted sequences."""
 
     def save(self, sequence: Sequence) -> None:
         """Called before a sequence loses its blocks."""
 
     def restore(self, sequence: Sequence) -> None:
-        """Called when a sequence has blocks again and knows how much was found in them; may raise what is stored."""
+        """Called when a sequence has blocks again and `stored` says how much was found in them; may raise `stored`."""
 
     def drop(self, sequence: Sequence) -> None:
         """Called when a sequence is over."""
@@ -42,9 +42,9 @@ class Limits:
     step_tokens: int = 2048
     prefix_cache: bool = True
     lookahead: int = 0
-    """Tokens that speculation may add to one of an answer."""
+    """Guessed tokens that a step may check beside an answer's own token, at most."""
     rewind_at: int | None = None
-    """The length beyond which all keys of a sequence have to be computed again, in another way (LongRoPE)."""
+    """The length beyond which all keys of a sequence have to be computed again, with other frequencies (LongRoPE)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +66,7 @@ class Chunk:
 
 
 class Scheduler:
-    """Who waits, who runs, and what each running sequence computes next."""
+    """Which sequences wait, which run, and what each running one computes next."""
 
     def __init__(self, pool: BlockPool, limits: Limits, host: Host | None = None) -> None:
         self.pool, self.limits, self.host = pool, limits, host
@@ -76,7 +76,7 @@ class Scheduler:
         self._entries = 0
         self._waiting_count = 0
         self._slots = list(range(limits.sequences))[::-1]
-        self._gone: set[Sequence] = set()  # who had to go in the schedule being made
+        self._preempted: set[Sequence] = set()  # in the schedule being made
 
     @property
     def waiting(self) -> int:
@@ -85,18 +85,18 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody waits or runs."""
+        """Whether any sequence waits or runs."""
         return bool(self.running) or self._waiting_count > 0
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn. All of it must fit the pool alone: then it can always be finished."""
+        """Queue a sequence. At its full length it must fit the empty pool: then it can always be finished."""
         longest = len(sequence.prompt) + sequence.sampling.max_tokens
         assert self.pool.blocks_for(longest) <= self.pool.size
         assert sequence.state == "waiting"
         self._push(sequence)
 
     def remove(self, sequence: Sequence, finish: Finish) -> None:
-        """A sequence is over, or nobody wants it any more: its blocks are free at once."""
+        """Take out a sequence that is over or cancelled; its blocks are free at once."""
         if sequence.state == "finished":
             return
         if sequence.state == "running":
@@ -108,8 +108,8 @@ class Scheduler:
         sequence.state, sequence.finish = "finished", finish
 
     def schedule(self) -> list[Chunk]:
-        """The next step: chunks of different sequences, those that go on with their answers first."""
-        self._gone = set()
+        """The next step: chunks of different sequences, single tokens of answers under way first."""
+        self._preempted = set()
         if self.limits.rewind_at is not None:
             self._rewind(self.limits.rewind_at)
         chunks, prompts = self._answers()
@@ -121,17 +121,17 @@ class Scheduler:
         while budget > 0 and (admitted := self._admitted()) is not None:
             chunks.append(self._piece(admitted, budget))
             budget -= chunks[-1].count
-        return [chunk for chunk in chunks if chunk.sequence not in self._gone] if self._gone else chunks
+        return [chunk for chunk in chunks if chunk.sequence not in self._preempted] if self._preempted else chunks
 
     def launched(self, chunks: Iterable[Chunk]) -> None:
-        """A step of `chunks` has begun: what they store and choose is on its way."""
+        """Count what a launched step of `chunks` will store as stored, and the tokens it will choose as pending."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.stored = chunk.start + chunk.count
             sequence.pending += chunk.chooses
 
     def settle(self, sequence: Sequence) -> None:
-        """Let others find the blocks of a sequence that have become full of known tokens."""
+        """Put blocks of a sequence that have become full of known tokens into the prefix cache."""
         if not self.limits.prefix_cache or sequence.state != "running":
             return
         full = min(sequence.stored, len(sequence.tokens)) // self.pool.block_size
@@ -142,13 +142,13 @@ class Scheduler:
             sequence.remembered = full
 
     def _rewind(self, length: int) -> None:
-        """Let sequences that have just grown beyond `length` begin again, in the blocks they have."""
+        """Have sequences that have just grown beyond `length` computed again, in the blocks they have."""
         for sequence in self.running:
             if sequence.length > length and not sequence.rewound:
                 sequence.rewound, sequence.stored, sequence.draft_stored = True, 0, 0
 
     def _answers(self) -> tuple[list[Chunk], list[Sequence]]:
-        """The next token of every answer under way, and who still has more than one position to store.
+        """The next token of every answer under way, and the sequences that have more than one position to store.
 
         This runs for every answer of every step: hundreds of times in the milliseconds a step takes.
         """
@@ -166,10 +166,10 @@ class Scheduler:
                 lookahead = self._lookahead(sequence, budget - 1) if most else 0
                 chunks.append(Chunk(sequence, stored, 1, lookahead, chooses=True))
                 budget -= 1 + lookahead
-        return [chunk for chunk in chunks if chunk.sequence not in self._gone] if self._gone else chunks, prompts
+        return [each for each in chunks if each.sequence not in self._preempted] if self._preempted else chunks, prompts
 
     def _has_blocks(self, sequence: Sequence) -> bool:
-        """Make sure that a running sequence has blocks for all its positions; False where it had to go itself."""
+        """Take blocks for all positions of a running sequence, preempting others; False if it was preempted itself."""
         need = self.pool.blocks_for(sequence.length) - len(sequence.blocks)
         while need > self.pool.free and sequence.state == "running":
             self._preempt(self.running[-1])
@@ -197,9 +197,9 @@ class Scheduler:
         return Chunk(sequence, sequence.stored, count, chooses=sequence.stored + count == sequence.length)
 
     def _admitted(self) -> Sequence | None:
-        """The first in the queue, now running, if there is a place and there are blocks for all it has so far."""
+        """The first sequence in the queue, now running, if there are a slot and blocks for all its positions so far."""
         sequence = self._first_waiting()
-        if sequence is None or sequence.pending or sequence in self._gone:
+        if sequence is None or sequence.pending or sequence in self._preempted:
             return None
         while not self._fits(sequence):
             last = self.running[-1] if self.running else None
@@ -238,7 +238,7 @@ class Scheduler:
         insort(self.running, sequence, key=lambda each: each.order)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Give back what a running sequence holds."""
+        """Release the blocks and the slot of a running sequence."""
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         self._slots.append(sequence.slot)
@@ -252,7 +252,7 @@ class Scheduler:
         sequence.state = "waiting"
         sequence.preemptions += 1
         self.preemptions += 1
-        self._gone.add(sequence)
+        self._preempted.add(sequence)
         self._push(sequence)
 
     def _push(self, sequence: Sequence) -> None:

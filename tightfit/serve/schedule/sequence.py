@@ -1,6 +1,6 @@
-"""One answer in the making: its tokens, its blocks of the cache, and how far the cache has it.
+"""One answer under way: its tokens, its blocks of the cache, and how many of its positions are stored there.
 
-`length` counts the prompt, the tokens chosen, and one more while a step is running whose choice nobody has read yet
+`length` counts the prompt, the tokens chosen, and one more while a step is running whose token the host has not read
 (`pending`): schedules only need lengths, so the next step is prepared before the tokens of the last one are known.
 """
 
@@ -18,7 +18,7 @@ State = Literal["waiting", "running", "finished"]
 
 @dataclass(eq=False)
 class Sequence:
-    """A prompt and what follows it. Lower `priority` goes first, then whoever came first."""
+    """A prompt and the answer that follows it. Lower `priority` goes first, then lower `arrival`."""
 
     prompt: list[int]
     sampling: Sampling
@@ -32,18 +32,18 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)
     remembered: int = 0
-    """How many of its blocks can be found by others."""
+    """How many of its blocks are in the prefix cache, where others find them."""
     stored: int = 0
     """Positions whose keys and values are in the cache, or will be when the running step is over."""
     draft_stored: int = 0
     """The same for the cache of the draft model."""
     pending: int = 0
     cached: int = 0
-    """Positions that were found in the cache when it was first admitted."""
+    """Positions that were found in the prefix cache when it was first admitted."""
     slot: int = -1
     """Its row in the buffers of the device while it runs."""
     rewound: bool = False
-    """Whether its keys are those of a sequence beyond the length at which they change."""
+    """Whether its keys are those of a sequence longer than `Limits.rewind_at`."""
     finish: Finish | None = None
     preemptions: int = 0
 
@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who goes first: the smaller."""
+        """The sort key of the queue: the smaller goes first."""
         return self.priority, self.arrival, self.index
 
     @cached_property
@@ -86,7 +86,7 @@ class Sequence:
         return set(self.tokens)
 
     def append(self, token: int) -> None:
-        """The next token of the answer is known."""
+        """Add the next token of the answer."""
         if self.sampling.has_penalties:
             self.said[token] += 1
             self.seen.add(token)
@@ -94,11 +94,11 @@ class Sequence:
 
     @property
     def _root(self) -> Digest:
-        """What its first block comes after: keys and values of another adapter are others."""
+        """The digest before its first block: each adapter has its own, as its keys and values differ."""
         return ROOT if self.adapter is None else self.adapter.encode("utf-8", "surrogatepass")
 
     def digests_of(self, count: int, block_size: int) -> list[Digest]:
-        """The names of its first `count` blocks, all of which must be full of known tokens."""
+        """The digests of its first `count` blocks, all of which must be full of known tokens."""
         while len(self.digests) < count:
             start = len(self.digests) * block_size
             before = self.digests[-1] if self.digests else self._root

@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Step:
-    """N tokens of a step, the first `singles` of which are one each of as many sequences."""
+    """The N tokens of a step; the first `singles` are single tokens of as many sequences (decoding)."""
 
     tokens: Tensor
     """[1, N]"""
@@ -59,8 +59,8 @@ class Step:
     adapters: dict[str, Tensor] = field(default_factory=dict)
     """Rows of tokens by the LoRA adapter they use."""
     row_by_row: bool = False
-    """Whether every token attends by itself: all are singles but for padding, sequences may have several
-    (forward/row_tiles.py)."""
+    """Whether every token attends by itself (forward/row_tiles.py): all tokens but padding are singles, and a sequence
+    may have several."""
     _tiles: Tensor | None = None
 
     @cached_property
@@ -87,7 +87,7 @@ class Step:
 
     @cached_property
     def runs(self) -> list[tuple[Tensor, list[int]]]:
-        """Where tokens attend by themselves: blocks [1, n] of neighbours of one sequence, and how much each sees."""
+        """With `row_by_row`: for each run of tokens of one sequence its blocks [1, n], and how many keys each sees."""
         tables, counts = torch.unique_consecutive(self.tables[: self.singles], dim=0, return_counts=True)
         lengths = self.lengths[: self.singles].split(counts.tolist())
         return [(table[None], own.tolist()) for table, own in zip(tables, lengths, strict=True)]
@@ -134,7 +134,7 @@ class Step:
         return self.tables[:, : -(-self.longest // self.block_size)].flatten()
 
     def single_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The mask as what is added to scores, 0 or −∞; made once for all layers."""
+        """`single_mask` as a bias on scores, 0 or −∞; made once for all layers."""
         if window not in self._biases:
             mask = self.single_mask(window)
             self._biases[window] = (
@@ -169,7 +169,7 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         own, guesses = chunk.sequence, chunk.proposal
         first_row, end = len(tokens), chunk.end + len(guesses)
         known = own.tokens[chunk.start : chunk.end]
-        tokens += known + [0] * (chunk.count - len(known)) + guesses  # what is not known yet is on the device
+        tokens += known + [0] * (chunk.count - len(known)) + guesses  # 0 where only the device knows it yet
         at_positions = np.arange(chunk.start, end)
         blocks = np.array(own.blocks)[at_positions // block_size]
         positions.append(at_positions)

@@ -6,7 +6,7 @@ A step that checks k guesses adds 1 + k · share tokens to an answer, so it pays
 
 Both are timed when an engine starts, for one answer under way on a CPU; several at a time have to keep more, as
 checking then costs more. On a GPU a plain step is a captured graph, which an engine that guesses does not have: nothing
-is said there.
+is measured there.
 """
 
 import statistics
@@ -25,14 +25,14 @@ from tightfit.serve.schedule.step import make_step
 from tightfit.serve.speculation.proposers import Proposer
 
 POSITIONS = 32
-"""Of the answer that is timed."""
+"""Positions of the sequence that is timed."""
 ROUNDS = 3
 ENOUGH = 200
-"""Guesses from which their kept share is told."""
+"""Guesses from which on their kept share is judged."""
 
 
 def break_even_share(runner: Runner, proposer: Proposer, pool: BlockPool, guesses: int) -> float | None:
-    """The share of kept guesses from which on guessing is faster; above 1: never. None without room to try."""
+    """The share of kept guesses from which on guessing is faster; above 1: never. None without blocks to try it."""
     length = min(POSITIONS, min(runner.max_length, pool.size * pool.block_size) - guesses)
     if length < 1:
         return None
@@ -48,7 +48,7 @@ def break_even_share(runner: Runner, proposer: Proposer, pool: BlockPool, guesse
 
 @torch.inference_mode()
 def _step(runner: Runner, proposer: Proposer | None, sequence: Sequence, guesses: int, block_size: int) -> None:
-    """One step of an answer, as an engine makes it."""
+    """One step of an answer, as an engine runs it, with `guesses` guessed tokens."""
     last = sequence.length - 1
     sequence.draft_stored = last
     chunk = Chunk(sequence, last, 1, guesses, chooses=True)
@@ -63,7 +63,7 @@ def _median_seconds(run: Callable[[], None]) -> float:
 
 
 def hint(kept: int, guessed: int, needed: float | None) -> str | None:
-    """A sentence where guesses are kept too seldom to pay; None where they pay, or nobody knows."""
+    """A sentence where guesses are kept too seldom to pay; None where they pay, or are too few to judge."""
     if needed is None or guessed < ENOUGH or kept >= needed * guessed:
         return None
     pays = f"they pay from {needed:.0%} on" if needed <= 1 else "checking them takes longer than they can save here"

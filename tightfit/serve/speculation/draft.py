@@ -32,7 +32,7 @@ class DraftSteps:
 
 
 def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: EngineConfig) -> DraftSteps:
-    """The draft of `target`; both must speak of the same tokens."""
+    """The draft model of `target`; both must have the same vocabulary."""
     if draft.spec.vocab_size != target.spec.vocab_size:
         raise UserError(
             f"the draft model has {draft.spec.vocab_size} tokens and the model {target.spec.vocab_size}; "
@@ -49,7 +49,7 @@ def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: E
 
 
 def skipping_spec(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """The shape of the cache of a model that guesses for itself."""
+    """The shape of the cache for the layers that guess, where a model skips some of its own."""
     return replace(spec, layers=len(kept_layers(spec.layers, config.skipped_layers)))
 
 

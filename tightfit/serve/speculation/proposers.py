@@ -1,4 +1,4 @@
-"""Speculative decoding: who guesses a few tokens, which one step then checks (sampling/acceptance.py).
+"""Speculative decoding: proposers guess a few tokens, which one step then checks (sampling/acceptance.py).
 
 Guesses come from a smaller model, or from the prompt itself (the longest recent run of tokens that occurred before goes
 on as it did then). Sequences with penalties, a grammar or a bias are not guessed at: what is likely there depends on
@@ -60,7 +60,7 @@ class DraftModel:
         self.runner = runner
 
     def propose(self, chunks: Items[Chunk]) -> dict[Sequence, Tensor]:
-        """A token of all sequences at a time, as many times as there is room."""
+        """Guess one token of every sequence at a time, up to the chunk's `lookahead`."""
         self._catch_up([chunk for chunk in chunks if not (chunk.lookahead and may_guess(chunk.sequence))])
         guessing = [chunk for chunk in chunks if chunk.lookahead and may_guess(chunk.sequence)]
         drawn: dict[Sequence, list[Tensor]] = {chunk.sequence: [] for chunk in guessing}
@@ -80,7 +80,7 @@ class DraftModel:
         return {sequence: torch.stack(rows) for sequence, rows in drawn.items()}
 
     def _catch_up(self, chunks: Items[Chunk]) -> None:
-        """Store the same positions the target will store."""
+        """Store in the draft's cache the positions that the target will have stored."""
         behind = [chunk_behind for chunk in chunks if (chunk_behind := _behind(chunk)).count]
         if behind:
             self.runner.run(behind)
@@ -96,6 +96,6 @@ class DraftRunner(Protocol):
 
 
 def _behind(chunk: Chunk) -> Chunk:
-    """What the draft has not stored of what the target will have stored after `chunk`."""
+    """A chunk of the positions up to the end of `chunk` that the draft's cache lacks."""
     own = chunk.sequence
     return Chunk(own, own.draft_stored, chunk.end - own.draft_stored)

@@ -1,8 +1,8 @@
-"""A model that guesses for itself: the same layers but for some, which are skipped (Zhang et al. 2023, Draft & Verify).
+"""A model that is its own draft: it guesses with some of its layers skipped (Zhang et al. 2023, Draft & Verify).
 
-No second model and no second set of weights; the layers that are kept have keys and values of their own, as what comes
-into them differs. How often its guesses are kept depends on the model and on which layers are skipped: here such in the
-middle, evenly spread, as first and last layers matter most. Which tokens come out does not depend on it.
+No second model and no second set of weights; the layers that guess have keys and values of their own, as their inputs
+differ. How often guesses are kept depends on the model and on which layers are skipped: here inner ones, evenly spread,
+as first and last layers matter most. Which tokens come out does not depend on it.
 """
 
 import torch

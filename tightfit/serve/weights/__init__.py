@@ -1,1 +1,1 @@
-"""The kinds of matrices that a step multiplies by, joined where they have one input."""
+"""The kinds of weight matrices that a step multiplies by, joined where they have the same input."""

@@ -1,9 +1,9 @@
-"""AdaptedWeight: matrices in codes, and what a run's adapters add to their products.
+"""AdaptedWeight: quantized matrices, and the LoRA adapters of a run over them.
 
     y = W x + b, and rows of y that have an adapter get B (A x)
 
-A's of the joined layers stand one above the other and are one product; each B is added to its own rows of y. For models
-that are runs of adapters over packed weights; adapters that requests ask for by name are forward/adapters.py's.
+The A's of the joined layers stand one above the other and are one product; each B's product is added to its own rows of
+y. For runs that trained adapters over packed weights; forward/adapters.py has those that requests choose by name.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class AddedRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AdaptedWeight(Weight):
-    """The joint codes, the joint A [r, K], and the B's."""
+    """The joint quantized matrix, the joint A [r, K], and the B's."""
 
     base: Weight
     down: Tensor
@@ -43,7 +43,7 @@ class AdaptedWeight(Weight):
 
 
 def with_adapters(base: Weight, linears: Sequence[nn.Module]) -> Weight:
-    """`base`, which is the codes of `linears`, with the adapters that some of them have.
+    """`base`, the joint weight of `linears`, with the adapters that some of them have.
 
     The layers' A's become views of the joint one, so that nothing is held twice.
     """

@@ -1,6 +1,6 @@
-"""What a CPU does with layers in codes: those that it has a product for are held for that, others expanded once.
+"""Quantized layers on a CPU: layers that torch has a packed product for are prepared for it, others dequantized once.
 
-Expanding a layer whenever it is used takes ten times as long as multiplying by it. So where a quarter of free memory
+Dequantizing a layer whenever it is used takes ten times as long as multiplying by it. So where a quarter of free memory
 holds them, layers that are not 4-bit integers become plain ones: the same numbers, in float32.
 """
 
@@ -12,14 +12,14 @@ from tightfit.models.linear_plus_adapter import LinearPlusAdapter, base_of
 from tightfit.models.quantized.linear import QuantizedLinear
 
 FEWEST = 2**20
-"""Elements of all such layers from which their time counts."""
+"""Elements in all such layers from which on dequantizing them once is worth it."""
 
 
 def hold_for_cpu(model: Decoder) -> None:
-    """Have 4-bit layers multiply few tokens by their codes as they are packed, where this CPU can by all of one input:
-    others are joined as they are."""
+    """Prepare 4-bit layers to multiply few tokens by their packed codes: of layers with one input, which are joined,
+    all or none."""
     for parent in model.modules():
-        if isinstance(parent, LinearPlusAdapter):  # whose base is its parent's, like the bases beside it
+        if isinstance(parent, LinearPlusAdapter):  # its base counts among its parent's children
             continue
         own = [layer for child in parent.children() if isinstance(layer := base_of(child), QuantizedLinear)]
         for inputs in {layer.in_features for layer in own}:
@@ -30,7 +30,7 @@ def hold_for_cpu(model: Decoder) -> None:
 
 
 def expand_for_cpu(model: Decoder, room_bytes: int) -> bool:
-    """Replace layers in codes that are expanded at every use, if all of them fit; whether that was done."""
+    """Replace layers that are dequantized at every use by plain ones, if all fit `room_bytes`; whether it did."""
     dtype = model.embed.weight.dtype
     found = [
         (parent, name, layer)

@@ -1,7 +1,7 @@
-"""Fp8Weight: a matrix of 8-bit floats with a scale a row, inputs as they are.
+"""Fp8Weight: a matrix of 8-bit floats with a scale per row; inputs are not rounded.
 
-One token reads the codes once (kernels/fp8_vector.py): half the time of 16 bits. So do some (kernels/fp8_rows.py). Many
-are multiplied by the matrix in their own dtype, made anew for every product.
+One token reads the codes once (kernels/fp8_vector.py): half the time of 16 bits. So do a few (kernels/fp8_rows.py).
+Many are multiplied by the matrix dequantized to their dtype, anew for every product.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Fp8Weight(Weight):
 
     @staticmethod
     def takes(linears: Sequence[nn.Module]) -> bool:
-        """Whether layers are coded so, their inputs not rounded."""
+        """Whether all layers are fp8 with a scale per row and do not round their inputs."""
         return all(
             isinstance(linear, QuantizedLinear)
             and linear.scheme.kind == "fp8"

@@ -23,22 +23,22 @@ CPUS = ("AVX2", "AVX512")
 ROUNDING = 2.0**-24
 """Half of float32's spacing at one."""
 HALF_ROUNDING = 2.0**-11
-"""The same of 16-bit floats."""
+"""Half of float16's spacing at one."""
 TINY = 1e-30
 FEWEST = 2**18
 """Elements from which half the bytes are worth a call of some 30 µs instead of 4."""
 
 PIECE_ROWS = 8192
-"""Packed at a time: FBGEMM takes twice as long for 49,152 rows at once."""
+"""Rows packed at a time: FBGEMM takes twice as long for 49,152 rows at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class HalfWeight(Weight):
-    """What torch's product takes, and that product itself: found once, as torch looks at every argument of a call that
-    goes through `torch.ops`, which takes as long as a small norm."""
+    """A matrix packed for torch's 16-bit product, and that product itself: looked up once, as a call through
+    `torch.ops` looks at every argument, which takes as long as a small norm."""
 
     pieces: tuple[Any, ...]
-    """Of `PIECE_ROWS` rows each, or fewer."""
+    """Packed matrices of `PIECE_ROWS` rows each, or fewer."""
     multiply: Callable[..., Tensor]
     bias: Tensor | None
 
@@ -57,18 +57,18 @@ def halved(plain: PlainWeight) -> Weight:
 
 
 def copy_bytes(*parts: Tensor) -> int:
-    """What a copy of `parts`, joined, takes."""
+    """Bytes of a 16-bit copy of `parts`, joined; 0 where they are too small for one."""
     elements = sum(part.numel() for part in parts)
     return 2 * elements if elements >= FEWEST else 0
 
 
 def has_products(weight: Tensor) -> bool:
-    """Whether torch has them for matrices like `weight`."""
+    """Whether torch has 16-bit products for matrices like `weight` here."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and cpu_has_products()
 
 
 def cpu_has_products() -> bool:
-    """Whether torch's products with such weights run on this CPU."""
+    """Whether torch's 16-bit products run on this CPU."""
     return torch.backends.quantized.engine in ENGINES and torch.backends.cpu.get_cpu_capability() in CPUS
 
 

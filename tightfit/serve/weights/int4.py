@@ -1,7 +1,7 @@
 """Int4Weight: a matrix of 4-bit codes as a step on a CPU multiplies by it.
 
-Steps of up to 256 tokens read the codes as they are packed, with inputs, scales and results in bfloat16
-(kernels/int4_linear.py); larger ones expand them and multiply in float32, as the layers do everywhere else.
+Steps of up to 256 tokens multiply by the packed codes, with inputs, scales and results in bfloat16
+(kernels/int4_linear.py); larger ones dequantize them and multiply in float32, as the layers do everywhere else.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from tightfit.serve.weights.weight import Weight, join_buffers
 
 @dataclass(frozen=True, eq=False)
 class Int4Weight(Weight):
-    """Codes [N, K / 2] in torch's order, rounded scales for them, and the exact ones [N, groups]."""
+    """Codes [N, K / 2] in torch's order, bfloat16 scales for torch's product, and the exact scales [N, groups]."""
 
     codes: Tensor
     cpu_scales: Tensor
@@ -34,7 +34,7 @@ class Int4Weight(Weight):
 
     @staticmethod
     def takes(linears: Sequence[nn.Module]) -> bool:
-        """Whether layers are held for a CPU, and coded alike."""
+        """Whether all layers are 4-bit, prepared for a CPU (cpu_codes.py), and of one scheme."""
         first = linears[0]
         return all(
             isinstance(linear, QuantizedLinear)
@@ -68,5 +68,5 @@ class Int4Weight(Weight):
 
 
 def rounds_products(model: Decoder) -> bool:
-    """Whether layers of a model are held so."""
+    """Whether any layer of a model is multiplied so, rounded to bfloat16."""
     return any(isinstance(layer, QuantizedLinear) and layer.cpu_scales is not None for layer in model.modules())

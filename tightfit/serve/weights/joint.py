@@ -1,9 +1,9 @@
-"""Projections of one input side by side in memory, so that each is one product: queries, keys and values; gate and up.
+"""Projections with the same input, joined in memory into one product: queries, keys and values; gate and up.
 
-The decoder's own parameters become views of the joint matrices, so nothing is held twice. For dense models with gated
-MLPs, RMSNorms before attention and MLP, and rotary positions, their projections plain or all in codes of one kind
-(with adapters beside them, adapted.py); others run through the decoder's own layers. On a CPU plain ones may have a
-copy in 16 bits (half.py).
+The decoder's own parameters become views of the joint matrices, so nothing is held twice. This is for dense models with
+gated MLPs, RMSNorms before attention and MLP, and rotary positions, whose projections with one input are all plain or
+all quantized alike (with adapters beside them: adapted.py); others run through the decoder's own layers. On a CPU plain
+matrices may have a copy in 16 bits (half.py).
 """
 
 from collections.abc import Sequence
@@ -61,13 +61,13 @@ def _kind(part: Any) -> Any:
 
 
 def can_join(model: Decoder) -> bool:
-    """Whether a model's layers are of the common kind, and projections of one input are all plain or coded alike."""
+    """Whether a model's layers are of the common kind, and projections of one input all plain or quantized alike."""
     return runs_joint(model.spec) and all(_can_be_one(linears) for linears in _matrices(model))
 
 
 @torch.no_grad()
 def half_bytes(model: Decoder, *, rounded: bool = False) -> int:
-    """What a copy of the joint matrices in 16 bits takes; 0 where it would change any (of a model that is `rounded`
+    """Bytes of a 16-bit copy of the joint matrices; 0 where it would change any of them (for a model that is `rounded`
     anyway: by more than 2⁻¹¹), or is of no use."""
     if not has_products(model.embed.weight) or not can_join(model):
         return 0
@@ -88,7 +88,7 @@ def _matrices(model: Decoder) -> list[tuple[nn.Module, ...]]:
 
 
 def _can_be_one(linears: Sequence[nn.Module]) -> bool:
-    """Whether layers of one input can be multiplied by together."""
+    """Whether layers of one input can be joined into one weight."""
     bases = [base_of(linear) for linear in linears]
     return _is_plain(linears) or any(kind.takes(bases) for kind in CODED)
 
@@ -99,8 +99,8 @@ def _is_plain(linears: Sequence[nn.Module]) -> bool:
 
 @torch.no_grad()
 def join_layers(model: Decoder, *, half: bool, overlap: bool) -> list[JointLayer]:
-    """The layers of `model`, whose parameters are views of joint ones from here on; with `half` read in 16 bits,
-    with `overlap` by kernels that begin while the one before them ends."""
+    """The layers of `model`, whose parameters become views of joint ones; with `half` products read copies in 16 bits,
+    with `overlap` kernels begin while the one before them ends."""
     return [_joined(index, layer, model.spec, half, overlap) for index, layer in enumerate(model.layers)]  # type: ignore[arg-type]
 
 
@@ -125,7 +125,7 @@ def _joined(index: int, layer: Layer, spec: ModelSpec, half: bool, overlap: bool
 
 
 def join(linears: Sequence[nn.Linear], *, half: bool = False, overlap: bool = False) -> Weight:
-    """The weights of layers of one input, one above the other, and their biases."""
+    """The weights of layers with one input as one, one above the other, with their biases."""
     bias = None if linears[0].bias is None else _join_parameters(linears, "bias")
     if _is_plain(linears):
         plain = PlainWeight(_join_parameters(linears, "weight"), bias, overlap)

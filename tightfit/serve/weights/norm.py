@@ -13,7 +13,7 @@ from tightfit.models.spec import ModelSpec
 
 
 class RowNorm(NamedTuple):
-    """The same over rows of W numbers in few calls of torch, which for few tokens take longer than their arithmetic:
+    """RMSNorm over rows of W numbers in few calls of torch, as for few tokens calls take longer than their arithmetic:
     x / hypot(‖x‖, √(Wε)) · w√W."""
 
     scaled: Tensor
@@ -21,7 +21,7 @@ class RowNorm(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, offset: float, eps: float) -> Self:
-        """That of a model's weight."""
+        """The norm with a module's weight, offset and ε."""
         width = weight.numel()
         return cls((weight.detach() + offset) * math.sqrt(width), torch.tensor(math.sqrt(width * eps)))
 
@@ -44,7 +44,7 @@ class Norm:
 
     @classmethod
     def of(cls, norm: nn.Module, spec: ModelSpec, *, overlap: bool) -> Self:
-        """That of a module of a model of `spec`."""
+        """The norm of the module `norm`, in a model of `spec`."""
         weight, offset = norm.weight, 1.0 if spec.norm == "rms_plus_one" else 0.0
         assert isinstance(weight, Tensor)
         on_cpu = weight.device.type == "cpu" and not use_triton("auto", weight)
@@ -58,7 +58,7 @@ class Norm:
         return rms_norm(x, self.weight, self.eps, offset=self.offset, overlap=self.overlap)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x + residual, and that sum."""
+        """The norm of x + residual, and that sum."""
         if self.on_cpu:
             s = x + residual
             return self(s), s

@@ -19,7 +19,7 @@ from tightfit.serve.weights.weight import Fused, Weight, join_buffers
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight(Weight):
-    """What kernels/quantized_linear.py takes."""
+    """Packed codes, scales and zero points as kernels/quantized_linear.py takes them."""
 
     words: Tensor
     scale: Tensor
@@ -30,7 +30,7 @@ class PackedWeight(Weight):
 
     @staticmethod
     def takes(linears: Sequence[nn.Module]) -> bool:
-        """Whether layers are coded alike, as integers in order: one above the other they are one such."""
+        """Whether all layers are packed integers of one scheme, which can be joined one above the other."""
         first = linears[0]
         return all(
             isinstance(linear, QuantizedLinear)

@@ -1,7 +1,7 @@
 """Weight: a matrix [N, K] of the model, or several of one input one above the other, as a step multiplies by it.
 
-A kind of matrix is a file of this folder. It has a product; where it has a kernel of its own for the one token of a
-decoding step on a GPU, in which the norm before it and what comes after are part of the product, it has that too.
+Each kind of matrix is a file of this folder. Every kind has a `product`; a kind with a kernel for the one token of a
+decoding step on a GPU, which fuses the norm before the product and what comes after it, also has a `one_token`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,11 @@ from tightfit.serve.weights.norm import Norm
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """What is part of a product of one token: a norm before it; a gated activation, or a residual to add, after it."""
+    """What is fused with a product of one token: a norm before it; a gated activation or a residual after it."""
 
     norm: Norm | None = None
     activation: Activation | None = None
-    """The matrix is gate over up."""
+    """If there is one, the matrix is gate over up."""
     residual: Tensor | None = None
     out_dtype: torch.dtype | None = None
     overlap: bool = False
@@ -35,18 +35,18 @@ class Fused:
 
     @property
     def around(self) -> dict[str, Any]:
-        """What stands before and after the product, as our kernels take it."""
+        """Norm and residual as arguments of our kernels."""
         norm = self.norm
         before = {} if norm is None else {"norm": norm.weight, "norm_eps": norm.eps, "norm_offset": norm.offset}
         return before | {"residual": self.residual, "overlap": self.overlap}
 
     def normed(self, x: Tensor) -> Tensor:
-        """The product's input."""
+        """The product's input: x after the norm, if there is one."""
         return x if self.norm is None else self.norm(x)
 
 
 class Weight(ABC):
-    """What a step needs of a matrix and its bias."""
+    """A matrix and its bias, with the products that a step needs."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Weight(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PlainWeight(Weight):
-    """A matrix as it is."""
+    """A matrix that is not quantized."""
 
     matrix: Tensor
     bias: Tensor | None
@@ -95,7 +95,7 @@ def join_buffers(
     dim: int = 0,
     arranged: Callable[[Tensor], Tensor] = lambda joint: joint,
 ) -> Tensor | None:
-    """A buffer of layers, one above the other and `arranged`; the layers' own become views of it, so that nothing is
+    """The buffer `name` of layers, joined and `arranged`; the layers' own become views of it, so that nothing is
     held twice."""
     parts = [getattr(linear, name) for linear in linears]
     if parts[0] is None:
