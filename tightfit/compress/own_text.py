@@ -1,4 +1,4 @@
-"""Calibration rows where the user gives no text: what the model itself writes, seeded.
+"""Calibration rows where the user gives no text: text that the model itself generates, seeded.
 
 Every row begins with a token drawn from the whole vocabulary, so that rows differ, and goes on at temperature one, by
 the distribution that the model has learned (as in LLM-QAT, arXiv 2305.17888). Of text that is at hand everywhere this
@@ -29,19 +29,19 @@ SOURCE = "the model's own text, as no --data is given; text like what it will re
 
 
 def writing_dtype(device: str) -> torch.dtype:
-    """In which the model writes: float32 where 16 bits are no faster."""
+    """The dtype in which the model generates: float32 where 16 bits are no faster."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
 def describe_own_text(rows: int, length: int) -> str:
-    """A few words, before it is written."""
+    """The rows in a few words, before they are generated."""
     return f"{rows} x {length} tokens of {SOURCE}"
 
 
 def own_text(
     model: str, spec: ModelSpec, *, rows: int, length: int, device: str, cache: Path, progress: bool
 ) -> Calibration:
-    """`rows` rows of `length` tokens that the model at `model` wrote."""
+    """`rows` rows of `length` tokens that the model at `model` generates now, or has before (from the cache)."""
     file = cache.expanduser() / f"own-text-{digest_of(model)[:32]}-{rows}x{length}.npy"
     found = _kept(file, rows, length, spec.vocab_size)
     if found is None:
@@ -58,7 +58,7 @@ def own_text(
 
 
 def _kept(file: Path, rows: int, length: int, vocab_size: int) -> torch.Tensor | None:
-    """What an earlier run has written, if it is whole."""
+    """The rows that an earlier run has kept; None where there are none or the file is damaged."""
     try:
         tokens = torch.from_numpy(np.load(file, allow_pickle=False))
     except (OSError, EOFError, ValueError, TypeError):
