@@ -41,7 +41,7 @@ from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 SMOLLM2 = "smollm2-135m-instruct"
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALLEST_DTYPE_BYTES = 2
-"""Of what weights are read from."""
+"""Bytes a number of the smallest dtype that plain weights are stored in."""
 SMALLEST_QUANTIZED_BYTES = 1 / 8
 """One bit a weight."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -55,9 +55,9 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     source: str
     rounded: bool = False
-    """Whether its weights are what a GGUF file rounded to a few bits stands for."""
+    """Whether its weights come from a GGUF file with quantized matrices."""
     exact: bool = False
-    """Whether it is to be computed in the numbers it was loaded in, 4-bit products too."""
+    """Whether all products are in the dtype it was loaded in: no kernels that round inputs to multiply packed codes."""
 
 
 def load_model(
@@ -69,10 +69,10 @@ def load_model(
     verified: bool = True,
     coded_gguf: bool = False,
 ) -> LoadedModel:
-    """The model at `source` with its weights cast to `dtype`; quantized ones stay so, unless not `packed`.
+    """The model at `source` with its weights cast to `dtype`; quantized weights stay packed, unless not `packed`.
 
-    Weights that came with checksums are `verified`. With `coded_gguf`, 4-bit matrices of GGUF files stay in their codes
-    too where this CPU multiplies by those.
+    Weights that came with checksums are `verified`. With `coded_gguf`, 4-bit matrices of GGUF files stay in codes, too,
+    where this CPU has a kernel for them.
     """
     path = weights_path(source)
     if path.is_file():
@@ -118,7 +118,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
 
 
 def load_into(model: Decoder, source: str, *, verified: bool = True) -> None:
-    """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
+    """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards get their part."""
     path = weights_path(source)
     if verified:
         verify_source(source)
@@ -151,7 +151,7 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
 
 
 def packed_base(path: Path) -> BaseModel | None:
-    """The model that the adapter in `path` is of, where that was packed in training; None where it was plain."""
+    """The model that the adapter in `path` was trained on, if it was packed in training; None if it was plain."""
     base = read_base(path)
     folder = weights_path(base.source)
     is_packed = base.rounding is not None or (folder.is_dir() and not is_adapted(folder) and is_quantized(folder))
@@ -191,7 +191,7 @@ def _require_unchanged(path: Path, base: BaseModel) -> None:
 
 @torch.no_grad()
 def _fill_adapted(model: Decoder, path: Path) -> None:
-    """The weights that an adapter was trained on, with what it adds; where ranks cut matrices, put together first."""
+    """Fill `model` with the weights an adapter was trained on plus B A; for sharded parameters, summed whole first."""
     base, state = read_base(path), whole_state(model)
     if base.rounding is not None:
         return _copy_whole(_expanded(_beside_packed(path, base, "cpu", torch.float32)), state)
@@ -205,7 +205,7 @@ def _fill_adapted(model: Decoder, path: Path) -> None:
 
 
 def _copy_whole(tensors: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-    """Into what this rank has of a model."""
+    """Copy whole tensors into the parameters, or shards of them, that this rank has in `state`."""
     for name, tensor in tensors:
         if not state[name].is_meta:
             copy_whole(state[name], tensor)
@@ -226,7 +226,7 @@ def digest_of(source: str) -> str:
 
 
 def verify_weights(path: Path) -> None:
-    """Compare the weight files of a directory with its checksums, where it has some; of pieces, each rank its share."""
+    """Compare the weight files of a directory with its checksums, if it has some; each rank takes a share of pieces."""
     whole, pieces = (sorted(path.glob(pattern)) for pattern in ("*model*.safetensors", "sharded/*.distcp"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         pieces = pieces[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
@@ -234,7 +234,7 @@ def verify_weights(path: Path) -> None:
 
 
 def has_sharded(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds its tensors in the pieces that ranks had."""
+    """Whether a checkpoint holds its tensors in pieces, as torch.distributed.checkpoint writes them."""
     return (checkpoint / "sharded" / ".metadata").is_file()
 
 
@@ -259,7 +259,7 @@ def source_spec(source: str) -> ModelSpec:
 
 
 def source_format(source: str) -> str:
-    """What most weights of the model at `source` are in, in the words of a plan: of a GGUF file its own type."""
+    """The format of most weights at `source`, by its name in plans: a GGUF file's commonest type, else bf16."""
     path = _located(source)
     if not path.is_file():
         return "bf16"
@@ -284,7 +284,7 @@ def load_source_tokenizer(source: str) -> Tokenizer:
 
 
 def find_source_tokenizer(source: str) -> Tokenizer | None:
-    """The same, or None where none comes with it; one that is damaged is an error all the same."""
+    """The tokenizer that comes with the model at `source`, or None; a damaged one is an error all the same."""
     path = _located(source)
     return load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
 
@@ -319,7 +319,7 @@ def weight_file_bytes(source: str) -> int:
     path = weights_path(source)
     if path.is_file():
         return path.stat().st_size
-    named = list(path.glob("*model*.safetensors"))  # beside what an optimizer keeps
+    named = list(path.glob("*model*.safetensors"))  # other .safetensors are the optimizer's
     return sum(file.stat().st_size for file in named or path.rglob("*") if file.suffix in SUFFIXES)
 
 
