@@ -154,18 +154,18 @@ def _uniform(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]
 def _mixed(options: Mapping[str, Sequence[Option]], budget_bytes: int) -> dict[str, Option]:
     """Steps down along the hulls until the budget holds, the least loss per byte first; then `_filled`."""
     hulls = {unit: _hull(each) for unit, each in options.items()}
-    at = dict.fromkeys(hulls, 0)
-    held = sum(hull[0].bytes for hull in hulls.values())
+    position = dict.fromkeys(hulls, 0)
+    total_bytes = sum(hull[0].bytes for hull in hulls.values())
 
     def price(unit: str) -> float:
-        here, below = hulls[unit][at[unit]], hulls[unit][at[unit] + 1]
+        here, below = hulls[unit][position[unit]], hulls[unit][position[unit] + 1]
         return (below.loss - here.loss) / (here.bytes - below.bytes)
 
-    while held > budget_bytes:
-        unit = min((unit for unit in hulls if at[unit] + 1 < len(hulls[unit])), key=price)
-        held += hulls[unit][at[unit] + 1].bytes - hulls[unit][at[unit]].bytes
-        at[unit] += 1
-    return _filled({unit: hull[at[unit]] for unit, hull in hulls.items()}, options, budget_bytes - held)
+    while total_bytes > budget_bytes:
+        unit = min((unit for unit in hulls if position[unit] + 1 < len(hulls[unit])), key=price)
+        total_bytes += hulls[unit][position[unit] + 1].bytes - hulls[unit][position[unit]].bytes
+        position[unit] += 1
+    return _filled({unit: hull[position[unit]] for unit, hull in hulls.items()}, options, budget_bytes - total_bytes)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:

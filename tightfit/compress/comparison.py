@@ -145,9 +145,9 @@ def _per_token(
 
 
 def _compared(q: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    at = labels[..., None]
+    index = labels[..., None]
     same = (q.argmax(-1) == p.argmax(-1)).double()
-    return -q.gather(-1, at)[..., 0], -p.gather(-1, at)[..., 0], (p.exp() * (p - q)).sum(-1), same
+    return -q.gather(-1, index)[..., 0], -p.gather(-1, index)[..., 0], (p.exp() * (p - q)).sum(-1), same
 
 
 def _hidden(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
@@ -211,7 +211,7 @@ def _one_tokenizer(specs: Mapping[str, ModelSpec]) -> Tokenizer:
         raise UserError(f"neither {' nor '.join(sources)} has a tokenizer, so text cannot become tokens")
     *others, tokenizer = found.values()
     for other in others:
-        if (token := _told_apart_by(other, tokenizer)) is not None:
+        if (token := _first_difference(other, tokenizer)) is not None:
             raise UserError(
                 f"token {token} of {' and of '.join(sources)} are different texts; models of different "
                 "tokenizers cannot be compared token by token"
@@ -219,7 +219,7 @@ def _one_tokenizer(specs: Mapping[str, ModelSpec]) -> Tokenizer:
     return tokenizer
 
 
-def _told_apart_by(one: Tokenizer, other: Tokenizer) -> int | None:
+def _first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
     """The first token whose text differs between the two; special tokens may have been renamed and do not count."""
     shared = set(range(min(one.vocab_size, other.vocab_size))) - one.special_tokens.keys() - other.special_tokens.keys()
     return next((token for token in sorted(shared) if one.token_bytes(token) != other.token_bytes(token)), None)

@@ -53,8 +53,8 @@ class InputStatistics:
 def unusable_inputs() -> UserError:
     """The error for a second moment that cannot be factored however much it is damped."""
     return UserError(
-        "the inputs of a layer are no finite numbers, or too large to be squared; see with tightfit evaluate what the "
-        "model makes of this text"
+        "the inputs of a layer are no finite numbers, or too large to be squared; check the model's loss on this "
+        "text with tightfit evaluate"
     )
 
 

@@ -182,7 +182,7 @@ class _LayerWork:
             coded = self.code(name, weight, seen, step)
         if step.static is None:
             return weight, coded
-        assert seen is not None, "whose inputs are these?"
+        assert seen is not None, "static scales need calibration inputs"
         return weight, replace(coded, input_scale=activation_scale(seen, coded.scheme, step.static))
 
     def _put(self, name: str, module: nn.Linear, weight: Tensor, coded: CodedWeight | None) -> None:

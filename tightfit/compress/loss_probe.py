@@ -57,5 +57,5 @@ class LossProbe:
         self.original = through(model, index, self.original)
 
     def kl(self, head: Decoder, stream: Sequence[Tensor]) -> float | None:
-        """KL in nats a token, from the last compressed layer's outputs `stream`; `head` has final norm and head."""
+        """KL in nats a token, from the last compressed layer's outputs; `head` has final norm and output projection."""
         return divergences(head, self.original, [probed(stream)])[0] if self.original else None

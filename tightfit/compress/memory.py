@@ -14,7 +14,7 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | the original's, of the t ≤ 8 · 512 tokens that the loss is measured on (loss_probe.py); while coding, too | 4 t h |
 | | the layer in float32; codes of a byte each, with scales and zero points in float32 | 4 P + P + 4 to 8 P / group |
 | | a batch of B ≤ 8192 tokens in the MLP: gate, its activation, up, their product; the stream twice | 4 B (4 f + 2 h) |
-| | or in attention: queries, keys and values, the first two with RoPE, and attention's output | 4 B (3 q + 3 k + h) |
+| | or in attention: q, k, v, q and k rotated, attention's output, the stream | 4 B (3 q + 3 k + h) |
 | coding | calibration rows without the new outputs | 2 or 3 · 4 T h |
 | | the layer and its codes | 4 P + P |
 | | the peak while any matrix [m, n] is coded: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |

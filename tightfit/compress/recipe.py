@@ -176,8 +176,8 @@ class Recipe:
         for number, step in enumerate(self.steps):
             if self._is_overruled(number, layers):
                 raise UserError(
-                    f"step {number + 1} ({_told(step)}) decides nothing, as the last step that names a layer decides, "
-                    "and later ones name all of its; put it after them, or drop it"
+                    f"step {number + 1} ({_step_text(step)}) decides nothing, as the last step that names a layer "
+                    "decides, and later ones name all of its; put it after them, or drop it"
                 )
 
     def _is_overruled(self, number: int, layers: Collection[str]) -> bool:
@@ -222,7 +222,7 @@ class Recipe:
 
     def describe(self) -> str:
         """One line, with steps in the order in which they are done."""
-        return ", then ".join(_told(step) for step in sorted(self.steps, key=_turn))
+        return ", then ".join(_step_text(step) for step in sorted(self.steps, key=_order_of))
 
     def fingerprint(self) -> str:
         """Text that is equal for equal recipes."""
@@ -235,12 +235,12 @@ def _unknown(method: str) -> str:
     return f"method {method!r} is unknown; use one of {', '.join(METHODS)}, or alone {', '.join(ALONE)}"
 
 
-def _turn(step: Step) -> int:
+def _order_of(step: Step) -> int:
     """The whole model is rotated first, and matrices are pruned before they are coded."""
     return 0 if step.method == "rotate" else 1 if step.method in PRUNING else 2
 
 
-def _told(step: Step) -> str:
+def _step_text(step: Step) -> str:
     scheme = step.scheme()
     if step.method in PRUNING:
         coded = f"{step.method} {step.pattern or f'{step.sparsity:.0%}'}"

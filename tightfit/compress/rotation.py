@@ -77,7 +77,7 @@ class Rotation:
                 self._turn_inputs(module.up, layer.mlp_norm)
                 module.down.copy_(self._moved(self.stream, module.down).T @ module.down.double())
         for norm in (layer.attention_norm, layer.mlp_norm):
-            _forget(norm)
+            _reset(norm)
 
     @torch.no_grad()
     def turn_embedding(self, model: Decoder) -> None:
@@ -88,7 +88,7 @@ class Rotation:
     def turn_head(self, model: Decoder) -> None:
         """Fold the final norm into the output projection and rotate that."""
         self._turn_inputs(model.head.weight, model.norm)
-        _forget(model.norm)
+        _reset(model.norm)
 
     def _turn_inputs(self, weight: Tensor, norm: nn.Module) -> None:
         assert isinstance(norm, RmsNorm)
@@ -112,7 +112,7 @@ class Rotation:
         return matrix.to(like.device)
 
 
-def _forget(norm: nn.Module) -> None:
+def _reset(norm: nn.Module) -> None:
     """Reset the weight of a norm that has been folded into the layers after it."""
     assert isinstance(norm, RmsNorm)
     norm.weight.fill_(1.0 - norm.offset)

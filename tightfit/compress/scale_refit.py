@@ -47,7 +47,7 @@ def refit_scales(coded: CodedWeight, weight: Tensor, hessian: Tensor | None = No
 
 
 def _for_weights(coded: CodedWeight, weight: Tensor) -> CodedWeight:
-    assert coded.group_of is None, "groups lie where they were"
+    assert coded.group_of is None, "without inputs, groups are in order"
     values = in_groups(_values(coded), coded.scheme)
     squares = values.square().sum(-1)
     product = values.mul_(in_groups(weight, coded.scheme)).sum(-1)

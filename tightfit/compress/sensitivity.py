@@ -107,14 +107,14 @@ def _backward(
         model, inputs = parts.layer(index), kept.pop()
         named = units_of_layer(model, index)
         pairs = {name: _Pairs(weight_of(model, name)) for names in named.values() for name in names}
-        tokens = _through_gradients(model, index, inputs, gradients, pairs)
+        tokens = _layer_backward(model, index, inputs, gradients, pairs)
         for unit, names in named.items():
             estimates = [pairs.pop(name).estimates(widths, group) for name in names]
             found[unit] = {bits: sum(each[bits] for each in estimates) / tokens for bits in widths}
     return found
 
 
-def _through_gradients(
+def _layer_backward(
     model: Decoder, index: int, inputs: Sequence[Tensor], gradients: list[Tensor], pairs: Mapping[str, "_Pairs"]
 ) -> int:
     """Backward through one layer: `gradients` of its outputs become those of its inputs, `pairs` fill; token count."""

@@ -34,23 +34,23 @@ class WorkingDirectory:
         require_new(target)
         self.target, self.work, self.shards = target, work, shards
         self.path = target.parent / f".compressing-{target.name}"
-        self._held = ExitStack()
+        self._lock = ExitStack()
 
     def __enter__(self) -> Self:
         with self.writing(self.target.parent):
             self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._held.enter_context(locked_beside(self.target))
+        self._lock.enter_context(locked_beside(self.target))
         try:
             self._begin(self.work)
         except BaseException:
-            self._held.close()
+            self._lock.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.path.is_dir() and not self._has_shards():
             shutil.rmtree(self.path, ignore_errors=True)
-        self._held.close()
+        self._lock.close()
 
     @contextmanager
     def writing(self, path: Path | None = None) -> Iterator[None]:

@@ -99,7 +99,7 @@ def _adapted_modules(spec: ModelSpec, names: Iterable[str]) -> Iterator[tuple[Te
 def _inside_layer(module: str) -> str:
     """`self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
     parts = module.split(".")
-    number = next(at for at, part in enumerate(parts) if part.isdigit())
+    number = next(index for index, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + 1 :])
 
 
@@ -115,8 +115,8 @@ def _joined(mapping: TensorMap, own: list[str], matrices: Matrices, spec: ModelS
         name, rows = ours.removesuffix(".weight"), shapes[ours][0]
         block = a.new_zeros(rows, len(a))
         if name in own:
-            at = own.index(name) * rank
-            block[:, at : at + rank] = matrices[name][1]
+            first = own.index(name) * rank
+            block[:, first : first + rank] = matrices[name][1]
         blocks.append(block)
     return a, torch.cat(blocks)
 
@@ -136,8 +136,8 @@ def read_matrices(folder: Path, spec: ModelSpec, names: Iterable[str]) -> dict[s
             for ours in mapping.ours:
                 name, rows = ours.removesuffix(".weight"), shapes[ours][0]
                 if name in own:
-                    at = own.index(name) * rank
-                    found[name] = a[at : at + rank], b[row : row + rows, at : at + rank]
+                    first = own.index(name) * rank
+                    found[name] = a[first : first + rank], b[row : row + rows, first : first + rank]
                 row += rows
     return found
 

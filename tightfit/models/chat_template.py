@@ -108,15 +108,15 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_record_span"), [], [], body).set_lineno(line)
 
-    def _noted(self, caller: Macro) -> str:
-        said = caller()
+    def _record_span(self, caller: Macro) -> str:
+        text = caller()
         pieces, spans = _marks.get()
         start = sum(map(len, pieces))
         spend(len(pieces))
-        spans.append((start, start + len(said)))
-        return said
+        spans.append((start, start + len(text)))
+        return text
 
 
 class _Namespace(Namespace):

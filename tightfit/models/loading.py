@@ -89,7 +89,7 @@ def load_model(
     if packed and is_adapted(path) and (base := packed_base(path)) is not None:
         if verified:
             verify_weights(path)
-        return LoadedModel(_beside_packed(path, base, device, dtype, verified=verified), tokenizer, source)
+        return LoadedModel(_load_beside_packed(path, base, device, dtype, verified=verified), tokenizer, source)
     if packed and (is_quantized(path) or is_low_rank(path)):
         if verified:
             verify_weights(path)
@@ -158,7 +158,7 @@ def packed_base(path: Path) -> BaseModel | None:
     return base if is_packed else None
 
 
-def _beside_packed(
+def _load_beside_packed(
     path: Path, base: BaseModel, device: str | torch.device, dtype: torch.dtype, *, verified: bool = True
 ) -> Decoder:
     """The model that an adapter was trained on, packed as it was then, and the adapter beside its layers."""
@@ -194,7 +194,7 @@ def _fill_adapted(model: Decoder, path: Path) -> None:
     """Fill `model` with the weights an adapter was trained on plus B A; for sharded parameters, summed whole first."""
     base, state = read_base(path), whole_state(model)
     if base.rounding is not None:
-        return _copy_whole(_expanded(_beside_packed(path, base, "cpu", torch.float32)), state)
+        return _copy_whole(_expanded(_load_beside_packed(path, base, "cpu", torch.float32)), state)
     _require_unchanged(path, base)
     is_cut = any(is_shard(each) for each in state.values())
     whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if is_cut else model
@@ -242,7 +242,7 @@ def has_weights(source: str) -> bool:
     """Whether `source` is more than a shape."""
     if source in PRESETS:
         return False
-    path = _located(source)
+    path = _source_path(source)
     if path.is_file():
         return path.suffix != ".json"
     return has_sharded(path) or is_adapted(path) or any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
@@ -252,7 +252,7 @@ def source_spec(source: str) -> ModelSpec:
     """The shape of the model at `source`: anything that `load_model` takes, a preset, or a config.json."""
     if source in PRESETS:
         return resolve_spec(source)
-    path = _located(source)
+    path = _source_path(source)
     if path.is_file() and path.suffix != ".json":
         return gguf_spec(GgufFile(path))
     return resolve_spec(str(path) if path.exists() else source)
@@ -260,7 +260,7 @@ def source_spec(source: str) -> ModelSpec:
 
 def source_format(source: str) -> str:
     """The format of most weights at `source`, by its name in plans: a GGUF file's commonest type, else bf16."""
-    path = _located(source)
+    path = _source_path(source)
     if not path.is_file():
         return "bf16"
     elements: Counter[str] = Counter()
@@ -285,11 +285,11 @@ def load_source_tokenizer(source: str) -> Tokenizer:
 
 def find_source_tokenizer(source: str) -> Tokenizer | None:
     """The tokenizer that comes with the model at `source`, or None; a damaged one is an error all the same."""
-    path = _located(source)
+    path = _source_path(source)
     return load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
 
 
-def _located(source: str) -> Path:
+def _source_path(source: str) -> Path:
     """The file or directory that `source` means, whether or not it exists."""
     if source == SMOLLM2:
         return smollm2_path()
@@ -302,7 +302,7 @@ def weights_path(source: str) -> Path:
     """The GGUF file or the directory with weights at `source`."""
     if source in PRESETS:
         raise UserError(f"{source} is a preset, and a preset has no weights; name a directory or a GGUF file that has")
-    path = _located(source)
+    path = _source_path(source)
     if not path.exists():
         known = f"give a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
         raise UserError(f"there is no model at {source!r}; {hub_hint(source) or known}")

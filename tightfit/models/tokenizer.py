@@ -125,7 +125,7 @@ class Tokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
-        with _panics_told():
+        with _panics_as_user_errors():
             try:
                 found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
             except TypeError:
@@ -134,7 +134,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 (half a character) show as U+FFFD."""
-        with _panics_told():
+        with _panics_as_user_errors():
             return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
@@ -203,7 +203,7 @@ class Tokenizer:
         return backend
 
     def _encoding(self, text: str, parse_special: bool) -> "tokenizers.Encoding":
-        with _panics_told():
+        with _panics_as_user_errors():
             backend = self._parsing if parse_special else self._plain
             try:
                 return _encoded(backend, text)
@@ -289,7 +289,7 @@ def digits_apart() -> "tokenizers.pre_tokenizers.PreTokenizer":
 
 
 @contextmanager
-def _panics_told() -> Iterator[None]:
+def _panics_as_user_errors() -> Iterator[None]:
     """Turn failures of the Rust library (an expression that gives up, a token that is not there) into a UserError."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""GGUF models whose 4-bit matrices stay in codes, for CPUs with a kernel that multiplies by these (int4_linear.py).
+"""GGUF models whose 4-bit matrices stay in codes, where a CPU kernel multiplies by these (kernels/int4_linear.py).
 
 | type | block of 32 numbers | CodedWeight |
 |---|---|---|

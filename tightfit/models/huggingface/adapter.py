@@ -75,12 +75,12 @@ def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = No
             down, up = (tensors.get_tensor(names[matrix]).float() for matrix in "AB")
             rank = max(rank, down.shape[0])
             up = up * scale_of(config, module, down.shape[0], directory)
-            place = {"device": weight.device, "dtype": dtype or weight.dtype}
-            down, at = down.to(**place), 0
+            target = {"device": weight.device, "dtype": dtype or weight.dtype}
+            down, row = down.to(**target), 0
             for ours in mapping.ours:
                 name, size = ours.removesuffix(".weight"), shapes[ours][0]
-                changes[name] = LowRank(down, up[at : at + size].to(**place).contiguous())
-                at += size
+                changes[name] = LowRank(down, up[row : row + size].to(**target).contiguous())
+                row += size
     return Adapter(str(directory), rank, changes)
 
 

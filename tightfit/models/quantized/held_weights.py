@@ -155,22 +155,22 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
     method = config["quant_method"]
     modules = {ONLY_CODED.sub("", name) for name in tensors if ONLY_CODED.search(name)}
     schemes = {module: described_scheme(method, config, module) for module in modules}
-    own = {module: _module(tensors, module, method) for module in modules}
+    own = {module: _module_tensors(tensors, module, method) for module in modules}
     coded = {f"{module}.{suffix}" for module, parts in own.items() for suffix in parts}
     plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
-    held = sum(_held(parts, schemes[module], method) for module, parts in own.items())
+    held = sum(_held_bytes(parts, schemes[module], method) for module, parts in own.items())
     told = sorted({scheme.describe() for scheme in schemes.values()})
     used = max(schemes.values(), key=lambda scheme: expanded_bytes(spec, scheme), default=None)
     expanded = 0 if used is None else expanded_bytes(spec, used)
     return HeldWeights(held, _plain_bytes(plain, spec), expanded, ", ".join(told), used)
 
 
-def _module(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
+def _module_tensors(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
     """The tensors of a quantized module, by suffix."""
     return {suffix: tensors[f"{module}.{suffix}"] for suffix in HELD[method] if f"{module}.{suffix}" in tensors}
 
 
-def _held(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) -> int:
+def _held_bytes(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) -> int:
     """Bytes that a layer keeps of a module's tensors."""
     scales = sum(prod(parts[name].shape) for name in SCALES if name in parts)
     rules = HELD[method]

@@ -113,7 +113,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether kernels/quantized_linear.py reads the codes: integers, groups in order, no outliers, not for a CPU."""
+        """Whether the codes are plain integers in words: groups in order, no outliers, not repacked for a CPU."""
         ordered = self.group_of is None and self.outlier_starts is None and self.cpu_scales is None
         return self.scheme.kind == "int" and self.scheme.activations is None and ordered and self._has_row_scales
 

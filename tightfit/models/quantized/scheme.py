@@ -30,7 +30,7 @@ WORD = 32
 TILE_WORDS = 16
 """Words of a tile of the kernels (kernels/packing.py)."""
 OUTLIER_ROWS, OUTLIER_TILE, MOST_OUTLIER_INPUTS = 32, 256, 2**16
-"""Rows and columns that the kernels of weights with outliers take whole, and the most columns (spqr_layout.py)."""
+"""Rows and columns of a tile, and the most columns, of kernels for weights with outliers (kernels/spqr_layout.py)."""
 INPUT_SCALE_BYTES = 4
 """Bytes of the scale of static activations."""
 NESTED_BLOCK = 256
