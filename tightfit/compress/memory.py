@@ -272,7 +272,7 @@ def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[
     """The peak of a step of learned rounding: inside the MLP's backward pass, after it, or at the end of backward.
 
     Original weights, u, Adam's two moments and rounded ŵ of all matrices are alive throughout, gradients as far as the
-    backward pass has come. In the MLP these are gate, its activation, up and the gradients of the three.
+    backward pass has come. In the MLP gate, its activation, up and the gradients of the three are alive, too.
     """
     sizes = _learned_sizes(spec, recipe, layer)
     if not sizes:

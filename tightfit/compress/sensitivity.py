@@ -117,7 +117,7 @@ def _backward(
 def _layer_backward(
     model: Decoder, index: int, inputs: Sequence[Tensor], gradients: list[Tensor], pairs: Mapping[str, "_Pairs"]
 ) -> int:
-    """Backward through one layer: `gradients` of its outputs become those of its inputs, `pairs` fill; token count."""
+    """Backward through one layer: `gradients` of outputs become those of inputs, `pairs` fill; the number of tokens."""
     model.requires_grad_(False)  # gradients of weights would take the layer's memory once more
     handles = [model.get_submodule(name).register_forward_hook(each.follow) for name, each in pairs.items()]
     try:

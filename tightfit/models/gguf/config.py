@@ -2,7 +2,7 @@
 
 Reading goes through a config dictionary and `spec_from_config`, so a shape is checked in one place whatever it came
 from. What GGUF leaves to llama.cpp's source is filled in here: Gemma's query scale, Llama-3's rope (stored as its
-finished divisors), which tensors mean a bias. Keys that change the computation as the decoder cannot are refused.
+finished divisors), which tensors mean a bias. Keys that ask for a computation that the decoder lacks are refused.
 """
 
 import math

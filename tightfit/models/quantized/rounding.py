@@ -62,7 +62,7 @@ def largest_number(scheme: Scheme) -> float:
 
 
 def store_scales(scale: Tensor, scheme: Scheme, whole: Tensor | None = None) -> StoredScales:
-    """Scales [outputs, groups] rounded to what is stored; `whole` are those that NVFP4's scale of the tensor is for."""
+    """Scales [outputs, groups] rounded to what is stored; the largest of `whole` sets NVFP4's scale of the tensor."""
     if scheme.kind == "mxfp4":
         exponent = scale.clamp(min=2.0**-126).log2().ceil() + EXPONENT_BIAS
         coded = {"weight_scale": exponent.clamp(0, 254).to(torch.uint8)}

@@ -115,7 +115,7 @@ class Scheme:
         return self.weight_bytes(outputs, inputs) + (0 if self.symmetric else narrow) + 4 * (self.kind == "nf4")
 
     def expanded_bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes that a product with the packed matrix takes on a GPU: the matrix in 16 bits, and intermediates.
+        """Bytes beside the packed matrix that a product takes on a GPU: the matrix in 16 bits, and intermediates.
 
         Where rows are many, integers that a kernel reads are expanded in one step. Others go through float32, and those
         of tables through indices too; 8-bit integers whose inputs are rounded are multiplied as they are.
