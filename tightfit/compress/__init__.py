@@ -1,1 +1,1 @@
-"""Making models smaller: quantization layer by layer, its cost told before, its error measured after."""
+"""Model compression layer by layer: its cost is predicted before it begins, its error measured when it is done."""

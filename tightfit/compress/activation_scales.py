@@ -1,4 +1,4 @@
-"""One scale for all inputs of a linear layer, found from calibration (static), as weights' ranges are found.
+"""Static activation scales: one for all inputs of a linear layer, from calibration, by the range rules of weights.
 
 | rule | range |
 |---|---|
@@ -19,13 +19,13 @@ from tightfit.models.quantized.scheme import Kind, Scheme
 
 
 def activation_scale(seen: InputStatistics, scheme: Scheme, rule: RangeRule) -> Tensor:
-    """The scale [1] of inputs rounded as `scheme` says, in ranges by `rule`."""
+    """The scale [1] of inputs that `scheme` rounds, its range chosen by `rule`."""
     return scale_of_inputs(seen.sample, seen.largest.max(), scheme, rule)
 
 
 @torch.no_grad()
 def scale_of_inputs(sample: Tensor, largest: Tensor, scheme: Scheme, rule: RangeRule) -> Tensor:
-    """The same of a sample and the largest magnitude of all."""
+    """The same, from a `sample` of the inputs and the `largest` magnitude of all of them."""
     kind: Kind = "fp8" if scheme.activations == "fp8" else "int"
     grid = fit_grid(sample, Scheme(kind=kind, bits=8, group=-1), rule, largest=largest)
     return grid.scale.reshape(1)

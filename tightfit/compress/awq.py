@@ -1,10 +1,10 @@
 """AWQ: input channels with large activations are scaled up before rounding, so that their weights lose less.
 
-    s = (mean |x|)^α / √(max s · min s),   W → W · s,   what makes x → / s        (Lin et al. 2023, eq. 4 and 5)
+    s = (mean |x|)^α / √(max s · min s),   W → W · s,   x → x / s (in the module before)   (Lin et al. 2023, eq. 4, 5)
 
 α is searched from 0 to 1 for the least squared error of the set's outputs, which is tr(Δ H Δᵀ) and needs no forward
-passes. Ranges are then clipped, group by group, for the least error of the group's part of the output; queries and keys
-are not, as their product amplifies what clipping does to them. No Hessian is inverted: weights are rounded to nearest.
+passes. Ranges are then clipped, group by group, for the least error of the group's part of the output; those of queries
+and keys are not, as their product amplifies the clipping error. No Hessian is inverted: weights are rounded to nearest.
 """
 
 import torch
@@ -24,7 +24,7 @@ NOT_CLIPPED = ("attention.q", "attention.k")
 
 @torch.no_grad()
 def scale_channels(layer: Layer, group: LinearSet, seen: InputStatistics, scheme: Scheme) -> float:
-    """Search α for this set and move the scales into the module before it; the α that was best."""
+    """Search α for this set and fold the scales into it and the module before; the best α."""
     weights = [linear(layer, name).weight.float() for name in group.names]
     hessian, magnitude = seen.hessian, seen.mean_magnitude.clamp(min=1e-6)
 
@@ -45,7 +45,7 @@ def _scale(magnitude: Tensor, exponent: float) -> Tensor:
 
 
 def code_clipped(name: str, weight: Tensor, hessian: Tensor, scheme: Scheme) -> CodedWeight:
-    """Weights to their nearest codes, in ranges clipped where that helps."""
+    """Weights rounded to nearest, in ranges clipped where that lowers the output error (never for queries and keys)."""
     if name in NOT_CLIPPED:
         return fit_grid(weight, scheme).code(weight)
     return fit_grid(weight, scheme, "mse", hessian).code(weight)

@@ -1,10 +1,10 @@
 """Bits of every set of linear layers within a budget of bytes, for the least expected loss.
 
-A unit is the linear layers of one input (query, key and value; output projection; gate and up; down), which share a
-width so that programs that fuse them can. Each has options: bits, bytes and the loss they are expected to add. All
-begin at 16 bits; then the step down that costs the least loss a byte saved is taken, on the lower convex hull of every
-unit's options, until the budget holds; what is left over is spent on the best steps up that still fit. Where some one
-width for all would fit and be better, that is taken: a mix is never expected to be worse. Nothing here imports torch.
+A unit is the linear layers that read the same input (query, key and value; output projection; gate and up; down). They
+share a width, so that programs can fuse them. Each unit has options: bits, bytes and expected added loss. All units
+begin at 16 bits; then the step down with the least added loss per byte saved is taken, along the lower convex hull of
+every unit's options, until the model fits the budget; leftover bytes are spent on the best steps up that still fit.
+A single width for all units is taken where it fits and is expected to lose less. Nothing here imports torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from tightfit.models.spec import ModelSpec
 PLAIN_BITS = 16
 WIDTHS = (3, 4, 5, 6, 8)
 LEAST_WIDTHS = (2, *WIDTHS)
-"""Two bits where nothing else fits: what they cost in a mix is more than estimates say (docs/LOG.md)."""
+"""Two bits only where nothing else fits: in a mix they lose more than estimated (docs/LOG.md)."""
 GROUPS = (128, 64, 32, 16, 8)
 FREE_GROUPS = ("int", "binary")
 """Kinds of numbers whose groups may have any size."""
@@ -27,7 +27,7 @@ FREE_GROUPS = ("int", "binary")
 
 @dataclass(frozen=True)
 class Option:
-    """One width of one unit: what it takes in memory, and what loss it adds (nats a token)."""
+    """One width of one unit: its bytes in memory, and the loss it adds (nats a token)."""
 
     bits: int
     bytes: int
@@ -36,7 +36,7 @@ class Option:
 
 @dataclass(frozen=True)
 class BitChoice:
-    """Bits by unit, the bytes of the whole model in memory, and the loss all of it is expected to add."""
+    """Bits by unit, bytes of the whole model in memory, and its expected added loss (nats a token)."""
 
     bits: Mapping[str, int]
     bytes: int
@@ -58,17 +58,17 @@ def units(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 
 
 def group_of(spec: ModelSpec) -> int:
-    """The largest usual group that cuts all rows into whole ones."""
+    """The largest of `GROUPS` that divides the inputs of every matrix; 0 where none does."""
     inputs = {shape[2] for shape in matrices(spec).values()}
     fits = [group for group in GROUPS if all(size % group == 0 for size in inputs)]
     return fits[0] if fits else 0
 
 
 def settled_for(recipe: Recipe, spec: ModelSpec) -> Recipe:
-    """`recipe` with what its steps leave open as this model needs it.
+    """`recipe` with group sizes and symmetry filled in for this model where its steps leave them open.
 
-    Groups are `group_of` the model. Where there are experts codes are symmetric: transformers, which stacks experts as
-    it loads them, takes no zero points along (5.23).
+    Groups are `group_of` the model. Models with experts get symmetric codes: transformers (5.23) drops zero points
+    when it stacks experts on loading.
     """
     return Recipe(tuple(_settled(step, group_of(spec), symmetric=spec.experts is not None) for step in recipe.steps))
 
@@ -83,12 +83,12 @@ def _settled(step: Step, group: int, *, symmetric: bool) -> Step:
 
 
 def scheme_of(bits: int, group: int) -> Scheme:
-    """How weights of a width are coded: as the recipe's steps do by default, in groups of `group`."""
+    """The scheme of a width: a recipe step's default, in groups of `group`."""
     return Scheme(bits=bits, group=group, symmetric=bits == 8)
 
 
 def unit_bytes(spec: ModelSpec, names: Sequence[str], bits: int, group: int) -> int:
-    """What the matrices `names` take in memory with this width."""
+    """Bytes of the matrices `names` in memory at this width."""
     shapes = matrices(spec)
     if bits == PLAIN_BITS:
         return sum(2 * count * outputs * inputs for count, outputs, inputs in (shapes[name] for name in names))
@@ -97,7 +97,7 @@ def unit_bytes(spec: ModelSpec, names: Sequence[str], bits: int, group: int) -> 
 
 
 def options_of(spec: ModelSpec, losses: Mapping[str, Mapping[int, float]], group: int) -> dict[str, list[Option]]:
-    """Every unit's options from the losses of its widths; more bits are never said to lose more."""
+    """Every unit's options from the losses of its widths, raised where needed so that fewer bits never lose less."""
     by_unit: dict[str, list[Option]] = {}
     for unit, names in units(spec).items():
         options = [Option(PLAIN_BITS, unit_bytes(spec, names, PLAIN_BITS, group), 0.0)]
@@ -109,13 +109,13 @@ def options_of(spec: ModelSpec, losses: Mapping[str, Mapping[int, float]], group
 
 
 def plain_bytes(spec: ModelSpec) -> int:
-    """What is never quantized, in two bytes: embedding, norms, biases, output projection, routers."""
+    """Bytes of what is never quantized, two a number: embedding, norms, biases, output projection, routers."""
     quantized = sum(count * outputs * inputs for count, outputs, inputs in matrices(spec).values())
     return 2 * (spec.params() - quantized)
 
 
 def least_bytes(spec: ModelSpec, bits: int, group: int) -> int:
-    """The whole model with every unit at `bits`."""
+    """Bytes of the whole model with every unit at `bits`."""
     return plain_bytes(spec) + sum(unit_bytes(spec, names, bits, group) for names in units(spec).values())
 
 
@@ -143,7 +143,7 @@ def _loss(choice: Mapping[str, Option]) -> float:
 
 
 def _uniform(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]:
-    """One width for all units, for every width that all have."""
+    """For every width, the choice that gives it to all units."""
     widths = [option.bits for option in next(iter(options.values()))]
     return [
         {unit: next(option for option in each if option.bits == bits) for unit, each in options.items()}
@@ -152,19 +152,20 @@ def _uniform(options: Mapping[str, Sequence[Option]]) -> list[dict[str, Option]]
 
 
 def _mixed(options: Mapping[str, Sequence[Option]], budget_bytes: int) -> dict[str, Option]:
+    """Steps down along the hulls until the budget holds, the least loss per byte first; then `_filled`."""
     hulls = {unit: _hull(each) for unit, each in options.items()}
-    at = dict.fromkeys(hulls, 0)
-    held = sum(hull[0].bytes for hull in hulls.values())
+    position = dict.fromkeys(hulls, 0)
+    total_bytes = sum(hull[0].bytes for hull in hulls.values())
 
     def price(unit: str) -> float:
-        here, below = hulls[unit][at[unit]], hulls[unit][at[unit] + 1]
+        here, below = hulls[unit][position[unit]], hulls[unit][position[unit] + 1]
         return (below.loss - here.loss) / (here.bytes - below.bytes)
 
-    while held > budget_bytes:
-        unit = min((unit for unit in hulls if at[unit] + 1 < len(hulls[unit])), key=price)
-        held += hulls[unit][at[unit] + 1].bytes - hulls[unit][at[unit]].bytes
-        at[unit] += 1
-    return _filled({unit: hull[at[unit]] for unit, hull in hulls.items()}, options, budget_bytes - held)
+    while total_bytes > budget_bytes:
+        unit = min((unit for unit in hulls if position[unit] + 1 < len(hulls[unit])), key=price)
+        total_bytes += hulls[unit][position[unit] + 1].bytes - hulls[unit][position[unit]].bytes
+        position[unit] += 1
+    return _filled({unit: hull[position[unit]] for unit, hull in hulls.items()}, options, budget_bytes - total_bytes)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
@@ -184,7 +185,7 @@ def _slope(larger: Option, smaller: Option) -> float:
 
 
 def _filled(choice: dict[str, Option], options: Mapping[str, Sequence[Option]], left: int) -> dict[str, Option]:
-    """Steps up that fit into what is left, the most loss saved a byte first."""
+    """`choice` after the steps up that fit into `left` bytes, the most loss saved per byte first."""
     while True:
         steps = [
             (unit, option)

@@ -19,7 +19,7 @@ from tightfit.train.data.shards import prepare_text
 
 @dataclass(frozen=True)
 class Calibration:
-    """Token rows [rows, length], and what to call them."""
+    """Token rows [rows, length], and the name of their source for messages."""
 
     tokens: Tensor
     source: str
@@ -30,23 +30,23 @@ class Calibration:
 
     @torch.no_grad()
     def embedded(self, model: Decoder) -> list[Tensor]:
-        """The batches as the first layer of `model` gets them."""
+        """Embeddings [B, T, H] of every batch, the inputs of the first layer of `model`."""
         batches = [tokens.to(model.embed.weight.device) for tokens in self.batches()]
         return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in batches]
 
     def describe(self) -> str:
-        """A few words."""
+        """Shape and source in a few words."""
         rows, length = self.tokens.shape
         return f"{rows} x {length} tokens of {self.source}"
 
     def fingerprint(self) -> str:
-        """What makes the rows of two runs the same."""
+        """Shape and digest: equal where two runs calibrate on the same rows."""
         shape = " × ".join(map(str, self.tokens.shape))
         return f"{shape} {hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]}"
 
 
 def refuse_long_rows(length: int, spec: ModelSpec) -> None:
-    """A sentence for rows that the model has no positions for."""
+    """Refuse rows longer than the model's positions."""
     if length > spec.max_positions:
         raise UserError(
             f"calibration rows of {length} tokens are longer than the model's {spec.max_positions} positions; shorten "
@@ -66,9 +66,9 @@ def read_calibration(
     progress: bool,
     remedy: str = "give more text or shorten --seq",
 ) -> Calibration:
-    """`samples` whole windows of `length` tokens from the text in `data`; all there are where they are fewer.
+    """`samples` windows of `length` tokens, spread evenly over the text in `data`; all windows where there are fewer.
 
-    Where there is none, a sentence ends in the `remedy`.
+    Text shorter than one window is refused, with `remedy` as the advice.
     """
     refuse_long_rows(length, spec)
     tokenizer = load_source_tokenizer(model)

@@ -2,8 +2,8 @@
 
     q_j = round(w_j / S + Z),   e_j = (w_j − (q_j − Z) · S) / U[j, j],   w_k ← w_k − e_j · U[j, k] for k > j
 
-This is the inner loop of GPTQ: ten small operations a column, which a GPU does in less time than starting them takes.
-There the loop over a block of integers is recorded once as a CUDA graph for each shape and replayed for every block.
+This is the inner loop of GPTQ: ten small kernels a column, whose launches take longer than the kernels themselves. On a
+GPU the loop over a block of integers is captured once per shape as a CUDA graph and replayed for every block.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from tightfit.models.quantized.rounding import decode, encode
 from tightfit.models.quantized.scheme import Scheme
 
 GRAPHS_KEPT = 8
-"""Recorded loops that stay in memory: one for each shape of matrix, and one for a last block that is narrower."""
+"""CUDA graphs that stay in memory: one for each shape of matrix, and one for a last block that is narrower."""
 
 
 @dataclass(frozen=True)
 class ColumnBlock:
-    """`weight` [outputs, width], `upper` [width, width] of U, scale and zero of every weight, and what stays zero."""
+    """`weight` [outputs, width], its part `upper` [width, width] of U; per weight scale, zero point and pruned mask."""
 
     weight: Tensor
     upper: Tensor
@@ -31,7 +31,7 @@ class ColumnBlock:
     pruned: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        """Those there are."""
+        """Those that are not None."""
         return [t for t in (self.weight, self.upper, self.scale, self.zero, self.pruned) if t is not None]
 
 
@@ -58,7 +58,7 @@ def _rounded(block: ColumnBlock, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What blocks must share to be rounded by one recording."""
+    """The key of a captured graph: what blocks must share to be rounded by it."""
 
     scheme: Scheme
     outputs: int
@@ -68,7 +68,7 @@ class _Shape:
     has_pruned: bool
 
     def empty(self) -> ColumnBlock:
-        """A block of this shape that any other can be copied to."""
+        """A block of this shape: static inputs of the graph, to which other blocks are copied."""
         shape = (self.outputs, self.width)
         return ColumnBlock(
             weight=torch.zeros(shape, device=self.device),
@@ -80,11 +80,11 @@ class _Shape:
 
 
 class _Recording:
-    """The loop as a CUDA graph with buffers of its own."""
+    """The loop as a CUDA graph, with its static inputs and outputs."""
 
     def __init__(self, shape: _Shape) -> None:
         self.block = shape.empty()
-        _rounded(self.block, shape.scheme)  # loads the GPU code, which must not happen while recording
+        _rounded(self.block, shape.scheme)  # loads the kernels, which must not happen during capture
         self.graph = torch.cuda.CUDAGraph()
         with capturing(self.graph):
             self.codes, self.errors = _rounded(self.block, shape.scheme)

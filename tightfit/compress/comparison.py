@@ -44,7 +44,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The compressed model `loss` beside the original's, over `tokens` tokens in `rows` rows."""
+    """Metrics of the compressed model (`loss`) and the original, over `tokens` tokens in `rows` rows."""
 
     loss: Interval
     original_loss: Interval
@@ -89,7 +89,7 @@ class _Rows:
 
 @torch.no_grad()
 def hidden_states(model: Decoder, batches: Iterable[dict[str, Tensor]]) -> list[Tensor]:
-    """Normed hidden states of every batch, to compare several models with one pass of the original."""
+    """Normed hidden states [B, T, H] of every batch, to compare several models with one pass of the original."""
     device = next(model.parameters()).device
     return [_hidden(model, {name: tensor.to(device) for name, tensor in batch.items()}) for batch in batches]
 
@@ -101,7 +101,10 @@ def compare_models(
     batches: Iterable[dict[str, Tensor]],
     original_states: Sequence[Tensor] | None = None,
 ) -> Comparison:
-    """Both models on the same batches of tokens, labels and documents; `original_states` are `hidden_states` of it."""
+    """Compare both models on batches of tokens, labels and documents.
+
+    `original_states` are `hidden_states` of the original, where they are known already.
+    """
     device = next(compressed.parameters()).device
     loss, other, difference, kl, agreement = (_Rows() for _ in range(5))
     rows = tokens = 0
@@ -142,9 +145,9 @@ def _per_token(
 
 
 def _compared(q: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    at = labels[..., None]
+    index = labels[..., None]
     same = (q.argmax(-1) == p.argmax(-1)).double()
-    return -q.gather(-1, at)[..., 0], -p.gather(-1, at)[..., 0], (p.exp() * (p - q)).sum(-1), same
+    return -q.gather(-1, index)[..., 0], -p.gather(-1, index)[..., 0], (p.exp() * (p - q)).sum(-1), same
 
 
 def _hidden(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
@@ -159,7 +162,7 @@ def _hidden(model: Decoder, batch: dict[str, Tensor]) -> Tensor:
 
 
 def log_probabilities(model: Decoder, x: Tensor) -> Tensor:
-    """Of every token after normed hidden states, in float32."""
+    """Log-probabilities of the next token [..., vocabulary], from normed hidden states `x`, in float32."""
     logits: Tensor = model.head(x).float()
     if (cap := model.spec.logit_softcap) is not None:
         logits = cap * torch.tanh(logits / cap)
@@ -178,7 +181,7 @@ def compare_sources(
     device: torch.device,
     progress: bool = False,
 ) -> Comparison:
-    """The models at two sources on the text of `data`, which is looked at before they are loaded."""
+    """Compare the models at two sources on the text of `data`, which is read before the models are loaded."""
     specs = {source: source_spec(source) for source in (compressed, original)}
     tokenizer = _one_tokenizer(specs)
     positions = min(spec.max_positions for spec in specs.values())
@@ -198,7 +201,7 @@ def compare_sources(
 
 
 def _one_tokenizer(specs: Mapping[str, ModelSpec]) -> Tokenizer:
-    """The tokenizer of all models, by their sources."""
+    """The tokenizer that all models share; `specs` are by source."""
     sources, sizes = list(specs), [spec.vocab_size for spec in specs.values()]
     if len(set(sizes)) > 1:
         told = " and ".join(map(str, sizes))
@@ -208,7 +211,7 @@ def _one_tokenizer(specs: Mapping[str, ModelSpec]) -> Tokenizer:
         raise UserError(f"neither {' nor '.join(sources)} has a tokenizer, so text cannot become tokens")
     *others, tokenizer = found.values()
     for other in others:
-        if (token := _told_apart_by(other, tokenizer)) is not None:
+        if (token := _first_difference(other, tokenizer)) is not None:
             raise UserError(
                 f"token {token} of {' and of '.join(sources)} are different texts; models of different "
                 "tokenizers cannot be compared token by token"
@@ -216,7 +219,7 @@ def _one_tokenizer(specs: Mapping[str, ModelSpec]) -> Tokenizer:
     return tokenizer
 
 
-def _told_apart_by(one: Tokenizer, other: Tokenizer) -> int | None:
-    """The first token that stands for another text in each; special ones may have been renamed."""
+def _first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
+    """The first token whose text differs between the two; special tokens may have been renamed and do not count."""
     shared = set(range(min(one.vocab_size, other.vocab_size))) - one.special_tokens.keys() - other.special_tokens.keys()
     return next((token for token in sorted(shared) if one.token_bytes(token) != other.token_bytes(token)), None)

@@ -1,8 +1,8 @@
 """`compress`: from a model and a recipe to a directory of smaller weights, one layer in memory at a time.
 
-The calibration rows are carried through the model as they go: layer i + 1 sees what layer i gives once it is done.
-Where rounding is learned they are carried through the original model as well. A killed run finds its finished layers on
-disk and carries the rows through those again, which costs a forward pass.
+The calibration rows go through the model layer by layer: layer i + 1 gets the outputs of the compressed layer i. Where
+rounding is learned, they go through the original model as well. A resumed run finds its finished layers on disk and
+sends the rows through those again, which costs a forward pass.
 """
 
 import json
@@ -54,13 +54,13 @@ class CompressionJob(ShrinkingJob):
     recipe: Recipe
     format: str | None = None
     expected_kl: float | None = None
-    """What the recipe was chosen to lose, where it was chosen so."""
+    """KL divergence (nats a token) that `--fit` expects of the recipe it chose; None for other recipes."""
     measuring: Ledger | None = None
-    """What choosing it held in memory, where that was measured in this run."""
+    """Ledger of the measurements by which `--fit` chose the recipe, where this run made them."""
 
 
 Progress = Callable[[int, int, LayerReport], None]
-"""Told after every layer: how many are done, of how many, and what came of it."""
+"""Called after every layer: layers done, layers in all, and the report of this one."""
 
 
 def compress(
@@ -69,7 +69,7 @@ def compress(
     progress: Progress,
     beside: Beside = nothing_beside,
 ) -> CompressionReport:
-    """Do `job`; `announce` hears the predicted cost before anything is written."""
+    """Do `job`; `announce` is called with the predicted cost before anything is written."""
     return _Compression(job, announce, beside).run(progress)
 
 
@@ -86,7 +86,7 @@ class _Compression:
         self.schemes = self._chosen_schemes()
         self.form = choose_format(self.schemes, job.format, job.recipe)
         self.tokenizer = find_source_tokenizer(job.model)
-        self.config = self._config()  # refused before any text is read, if it cannot be said
+        self.config = self._config()  # a result that the format cannot express is refused before any text is read
         self.calibration = job.read_calibration(self.spec) if job.data else None
         writes = self.calibration is None and job.recipe.is_calibrated
         self.predicted = replace(self._predicted(writes=writes).after(job.measuring), kl=job.expected_kl)
@@ -98,7 +98,7 @@ class _Compression:
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
 
     def _rotated(self) -> ModelSpec:
-        """The shape of the result; parts are rotated from now on as they are read, where the recipe says so."""
+        """The shape of the result; where the recipe rotates, `self.parts` rotates what it reads from now on."""
         if (step := self.job.recipe.rotation) is None:
             return self.spec
         written = rotated_spec(self.spec)
@@ -106,7 +106,7 @@ class _Compression:
         return written
 
     def _chosen_schemes(self) -> dict[str, Scheme]:
-        """How every matrix is coded; a sentence where the recipe does nothing to this model, or cannot."""
+        """The scheme of every matrix that is coded; refuse a recipe that does nothing to this model, or cannot."""
         job, spec = self.job, self.spec
         if spec.sinks:
             raise UserError(f"{spec.family} models have biased experts, which are not compressed; take another")
@@ -121,7 +121,7 @@ class _Compression:
         return chosen
 
     def _predicted(self, *, writes: bool) -> CompressionCost:
-        """With the rows that there are, or those that the model will write."""
+        """The cost with the calibration rows that were read or, where the model `writes` them, will be generated."""
         job, spec = self.job, self.spec
         if writes:
             shape = job.own_text_shape(spec)
@@ -179,7 +179,7 @@ class _Compression:
         return self._finish(reports, resumed, kl)
 
     def _write_ends(self) -> list[Tensor]:
-        """Embedding, final norm and output projection, as they are; the calibration rows embedded."""
+        """Write embedding, final norm and output projection uncoded; the calibration rows embedded."""
         model = self.parts.embedding()
         self._write_plain(EMBEDDING, model)
         stream = [] if self.calibration is None else self.calibration.embedded(model)
@@ -206,7 +206,7 @@ class _Compression:
         return result
 
     def _through_original(self, index: int, original: list[Tensor], probe: LossProbe) -> list[Tensor]:
-        """What of the calibration rows is carried through the original too, after a layer."""
+        """The original's outputs of a finished layer (none unless rounding is learned); `probe` follows."""
         if self.calibration is None:
             return []
         model = self.parts.layer(index)
@@ -214,7 +214,7 @@ class _Compression:
         return through(model, index, original)
 
     def _through_finished(self, index: int, stream: list[Tensor]) -> list[Tensor]:
-        """The calibration rows after a layer that an earlier run has quantized."""
+        """The calibration rows after a layer that an earlier run has compressed."""
         if not stream:
             return stream
         tensors, config = self.directory.tensors(index + LAYER_SHARDS), self.config.get("quantization_config", {})
@@ -261,13 +261,13 @@ def plain_config(spec: ModelSpec, tokenizer: Tokenizer | None) -> dict[str, Any]
 
 
 def end_state(model: Decoder, number: int, spec: ModelSpec) -> dict[str, Tensor]:
-    """What shard `number` holds of an end of the model; a tied embedding is written with the first one alone."""
+    """Tensors of shard `number`, EMBEDDING or HEAD, from `model`; a tied embedding is in the first alone."""
     tied = ("head.weight", *(("embed.weight",) if number == HEAD else ())) if spec.tied else ()
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory there was in use: of the GPU, or of this process."""
+    """Peak bytes: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

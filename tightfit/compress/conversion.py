@@ -52,14 +52,14 @@ def convert(source: str, target: Path, form_name: str) -> Export:
 
 
 def _with_order(form: FileFormat, files: QuantizedDirectory) -> FileFormat:
-    """GPTQ's config says whether groups are out of order, as those of a GPTQ directory may be."""
+    """`form` with the `desc_act` of `files` (groups out of order), which only GPTQ's layout has."""
     if isinstance(form, Gptq):
         return Gptq(reordered=bool(files.config.get("desc_act", False)))
     return form
 
 
 def _write(folder: Path, files: QuantizedDirectory, form: FileFormat) -> None:
-    """All tensors, in as many files as that takes."""
+    """Write all tensors as shards of little more than `SHARD_BYTES`, and their index."""
     held: dict[str, Tensor] = {}
     shards: list[list[str]] = []
     for link, name in files.tensor_maps:

@@ -1,4 +1,4 @@
-"""What compressing will cost, told before it begins: bytes of the result, memory while at work, arithmetic.
+"""What compressing will cost, predicted before it begins: bytes of the result, peak memory, arithmetic.
 
 | | bytes |
 |---|---|
@@ -6,8 +6,8 @@
 | memory | the largest phase of the ledger (memory.py) |
 | arithmetic | per token: every layer's forward pass 4.5 times (two whole, four parts), x xᵀ of every set's inputs |
 
-Bytes of the result are exact but for how many outliers SpQR finds, for headers of files and what their layouts say of
-shapes; gptq and awq pack scales and zero points a little otherwise. Nothing here imports torch.
+Bytes of the result are exact but for the number of outliers that SpQR finds, file headers, and shapes that some layouts
+store; gptq and awq pack scales and zero points a little differently. Nothing here imports torch.
 """
 
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ PLAIN_BYTES = 2
 OUTLIER_BYTES = 6
 """A column number of four bytes and a float16."""
 START_BYTES = 4
-"""Of every row, where its outliers begin."""
+"""The offset of a row's first outlier."""
 TABLE_BYTES = 4 * (16 + 256)
-"""NF4's numbers and those of its scales, which bitsandbytes has beside every matrix."""
+"""The float32 codebooks of NF4's codes and of its 8-bit scales, which bitsandbytes stores with every matrix."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class CompressionCost:
     ledger: Ledger | None = None
     """What `memory_bytes` is made of, predicted only."""
     calibration: str = ""
-    """The text that layers are looked at with."""
+    """The calibration rows in a few words."""
     kl: float | None = None
-    """Divergence from the original, nats a token, on some of these rows; predicted by `--fit` alone."""
+    """KL(original ‖ compressed), nats a token, on some calibration rows; only `--fit` predicts it."""
 
     def after(self, measuring: Ledger | None) -> "CompressionCost":
-        """With the phases of `measuring`, which came before in the same process."""
+        """This cost with the phases of the ledger `measuring`, which ran before in the same process."""
         if measuring is None or self.ledger is None:
             return self
         ledger = self.ledger.with_lines(measuring.lines)
@@ -59,7 +59,7 @@ CANNOT_KEEP_ZEROS = ("spqr", "binary", "round")
 
 
 def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
-    """The step of every matrix that is pruned, each found to be cut into whole groups of N:M."""
+    """The step of every matrix that is pruned; refuse rows that are no whole groups of N:M, and codes without zero."""
     found: dict[str, Step] = {}
     for name, (_, _, inputs) in matrices(spec).items():
         step, coding = recipe.pruning(name), recipe.coding(name)
@@ -77,7 +77,7 @@ def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
 
 
 def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:
-    """The scheme of every matrix that is quantized, each found to be cut into whole groups."""
+    """The scheme of every matrix that is quantized; refuse one that does not fit the matrix or saves nothing."""
     found: dict[str, Scheme] = {}
     for name, (_, outputs, inputs) in matrices(spec).items():
         step = recipe.coding(name)
@@ -96,7 +96,7 @@ def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:
 def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_bytes: int = 0) -> CompressionCost:
     """The cost of compressing a model of this shape with `rows` calibration rows of `length` tokens.
 
-    Where the model writes these rows itself, it does so in numbers of `writing_bytes`.
+    `writing_bytes` is the size of a number while the model generates these rows itself; 0 where text is given.
     """
     chosen, shapes = schemes(spec, recipe), matrices(spec)
     coded = weights = tables = 0

@@ -1,8 +1,8 @@
-"""`factorise`: from a model to one whose linear layers are two of lower rank each (`low_rank.py`).
+"""`factorise`: from a model to one in which two linear layers of lower rank replace each one (`low_rank.py`).
 
-A first pass over all layers finds the singular values that share the budget of ranks; a second factors each layer for
-inputs that came through the layers already factored. What comes out is a directory that our loader reads, and
-transformers through the short modelling file in it (models/low_rank.py).
+A first pass over all layers finds the singular values by which matrices share the budget of ranks; a second factors
+each layer for inputs that came through the layers already factored. The result is a directory that tightfit loads, and
+transformers too, through the short modelling file in it (models/low_rank.py).
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from tightfit.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class FactoringJob(ShrinkingJob):
-    """What the user asked for: the share of the matrices' numbers that stays."""
+    """What the user asked for; `keep` is the share of the matrices' numbers that stays."""
 
     method: LowRankMethod = "whitened"
     keep: float = 0.7
@@ -43,7 +43,7 @@ class FactoringJob(ShrinkingJob):
 def factorise(
     job: FactoringJob, announce: Callable[[CompressionCost], None], progress: Progress, beside: Beside = nothing_beside
 ) -> CompressionReport:
-    """Do `job`; `announce` hears the predicted cost before anything is written."""
+    """Do `job`; `announce` is called with the predicted cost before anything is written."""
     return _Factoring(job, announce, beside).run(progress)
 
 
@@ -134,7 +134,7 @@ class _Factoring(LayerRewriting):
         return Rewritten(self._tensors(model, old, factors), errors, through(model, old, stream))
 
     def _tensors(self, model: Decoder, index: int, factors: dict[str, Factors]) -> dict[str, Tensor]:
-        """The layer's tensors: two of a factored module, whose bias goes with the second."""
+        """The layer's tensors by Hugging Face's names: a factored module has two weights, the second with its bias."""
         state = {f"layers.{index}.{name}": tensor for name, tensor in layer_of(model, index).state_dict().items()}
         tensors = tensors_to_write(self.spec, state, {}, Own(), PLAIN_DTYPE)
         for ours, found in factors.items():

@@ -1,4 +1,4 @@
-"""A layer as its file holds it, to carry calibration rows through after a resumption."""
+"""Loading a layer that has been written already, to send calibration rows through it when a run is resumed."""
 
 from collections.abc import Mapping
 from typing import Any

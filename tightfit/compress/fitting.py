@@ -1,12 +1,12 @@
-"""`--fit CARD --context N`: bits by layer so that the model, its cache and its work fit a card, for the least loss.
+"""`--fit CARD --context N`: bits by layer so that weights, KV cache and activations fit a card, for the least loss.
 
     weights ≤ (card − CUDA context) / (1 + slack) − cache of N tokens − prefill − logits − one expanded matrix
 
-as the ledger of serving says (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix
-at a time, the layers of one input being one. The mix is measured once more as a whole before it is taken, beside the
-best single width that fits, both coded by the method that will code them: GPTQ gains more in some layers than in
-others, of which estimates for rounding to nearest know nothing. Sizes are those of the codes as a server holds them, to
-the byte.
+by the ledger of serving (memory/formulas/serving.py); widths that no kernel reads packed are expanded one matrix at a
+time, where layers that read the same input count as one matrix. Before the mix is taken, its loss is measured as a
+whole, beside that of the best single width that fits, both coded by the final method: GPTQ gains more in some layers
+than in others, which estimates for rounding to nearest cannot know. Sizes are those of the codes as a server holds
+them, to the byte.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class Fit:
     card_bytes: int
     length: int
     measuring: Ledger | None = None
-    """What measuring held; nothing where an earlier run has measured."""
+    """Ledger of measuring sensitivities; None where an earlier run's choice is reused."""
 
     @property
     def perplexity_ratio(self) -> float:
@@ -88,14 +88,14 @@ def weight_budget_bytes(spec: ModelSpec, card_bytes: int, length: int) -> int:
     if not 1 <= length <= spec.max_positions:
         raise UserError(f"--context is {length}, but the model has {spec.max_positions} positions; give 1 to that many")
     low, high = 0, card_bytes
-    while low < high:  # the ledger grows with the weights; slack is a share of all of it
+    while low < high:  # bisection: the ledger grows with the weights, and its slack is a share of all its lines
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fit_ledger(spec, middle, length).peak_bytes() <= card_bytes else (low, middle - 1)
     return low
 
 
 def fit_ledger(spec: ModelSpec, stored_bytes: int, length: int) -> Ledger:
-    """What a card holds that serves weights of `stored_bytes` with one request of `length` tokens."""
+    """The ledger of a card that serves weights of `stored_bytes` and one request of `length` tokens."""
     group = group_of(spec)
     expanded = max(expanded_bytes(spec, scheme_of(bits, group)) for bits in LEAST_WIDTHS)
     return serving_ledger(spec, length=length, stored_bytes=stored_bytes, expanded_bytes=expanded)
@@ -129,7 +129,10 @@ def best_mix(
 
 
 def coded_loss(parts: ModelParts, rows: Sequence[Tensor], recipe: Recipe, known: Sequence[Tensor]) -> float:
-    """KL to the original, whose last layer gave `known`, of layers coded by `recipe` for these rows."""
+    """KL to the original (nats a token) of layers coded by `recipe` for these rows.
+
+    `known` are the outputs of the original's last layer.
+    """
     stream = embedded(parts, rows)
     for index in range(parts.spec.layers):
         stream = compress_layer(parts.layer(index), index, recipe, stream, PLAIN_DTYPE).outputs
@@ -143,7 +146,7 @@ def fit_bits(
     method: str,
     say: Callable[[str], None] = lambda text: None,
 ) -> Fit:
-    """Choose bits for one card of `machine`: as an earlier run has, or by sensitivities on some calibration rows."""
+    """Choose bits for one card of `machine`: an earlier run's choice, or by sensitivities on some calibration rows."""
     require_new(job.out)
     spec = source_spec(job.model)
     length = min(4096, spec.max_positions) if context is None else context
@@ -182,7 +185,7 @@ def fit_bits(
 
 
 def describe_measuring(ledger: Ledger) -> str:
-    """Before it begins."""
+    """One line to print before sensitivities are measured."""
     return (
         "bits are chosen by how sensitive layers are, measured in float32 with one in memory at a time, about "
         f"{ledger.peak_allocated_bytes() / 2**30:.2f} GiB"
@@ -190,7 +193,7 @@ def describe_measuring(ledger: Ledger) -> str:
 
 
 def _refuse(job: CompressionJob, spec: ModelSpec, method: str) -> None:
-    """A sentence for what `--fit` cannot choose bits for."""
+    """Refuse methods, formats and models that `--fit` cannot choose bits for."""
     if method not in FITTED_METHODS:
         raise UserError(f"--fit chooses bits for {' and '.join(FITTED_METHODS)}, not for --method {method}")
     if job.format is not None and job.format not in MIXING_FORMATS:

@@ -8,8 +8,9 @@
 | Q4_K, Q5_K | 256 | d · s · q − m · t: 6-bit s and t for each 32 | 4.5, 5.5 |
 | Q6_K | 256 | d · s · (q − 32): 8-bit s for each 16 | 6.5625 |
 
-Errors weigh as their inputs matter: the importance matrix, mean x² of every input channel, times √(σ² + w²), which
-llama.cpp found to do best; without one |w| plus its root mean square. Layouts: ggml-common.h of llama.cpp.
+A squared error is weighted by the importance of its input channel (the importance matrix: mean x²) times √(σ² + w²),
+which llama.cpp found to do best; without importance, by |w| plus the block's root mean square. Layouts: ggml-common.h
+of llama.cpp.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 SUPER = 256
+"""Numbers in a block of the K types (a super-block)."""
 
 
 def fit_scale(x: Tensor, weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -84,14 +86,14 @@ def error_weights(x: Tensor, importance: Tensor | None) -> Tensor:
 
 
 def _half(values: Tensor) -> tuple[Tensor, Tensor]:
-    """As float16 bytes [n, 2 · k], and as the float32 they are read back as."""
+    """Values [n, k] as float16 bytes [n, 2 · k], and as float32 after that rounding."""
     half = values.to(torch.float16)
     return half.contiguous().view(torch.uint8).view(len(values), -1), half.to(torch.float32)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Blocks whose scales are decided: their bytes, and what code q of each number means, scale · q + offset."""
+    """Blocks with fitted scales: the `stored` bytes of these; code q of a number means scale · q + offset."""
 
     stored: Tensor
     scale: Tensor
@@ -100,7 +102,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class BlockType:
-    """`size` numbers a block in codes of `bits`; how scales are fitted, and how they and the codes become bytes."""
+    """Blocks of `size` numbers in codes of `bits`: `fit` chooses scales, `pack` lays scales and codes out as bytes."""
 
     size: int
     bits: int
@@ -193,7 +195,7 @@ def _q5_k(x: Tensor, weights: Tensor) -> Fitted:
 
 
 def _k_block(x: Tensor, weights: Tensor, most: int) -> Fitted:
-    """Blocks [n, 256] whose 8 scales and minima are coded in 6 bits: 16 bytes of them."""
+    """Fit blocks [n, 256]: 8 scales and 8 minima of 6 bits, and a float16 step for each kind, 16 bytes."""
     parts = x.view(-1, 32)
     scale, minimum = (found.view(-1, 8) for found in fit_scale_and_minimum(parts, weights.view(-1, 32), most))
     matter = weights.view(len(x), 8, 32).sum(-1)
@@ -226,7 +228,7 @@ def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
 
 
 def _q6_k(x: Tensor, weights: Tensor) -> Fitted:
-    """Blocks [n, 256] whose 16 scales are coded in 8 bits: 18 bytes of them."""
+    """Fit blocks [n, 256]: 16 scales of 8 bits and their float16 step, 18 bytes."""
     scale = fit_scale(x.view(-1, 16), weights.view(-1, 16), 32)[0].view(-1, 16)
     at = scale.abs().argmax(1, keepdim=True)
     stored, read = _half(scale.gather(1, at) / -128)

@@ -1,9 +1,9 @@
-"""A model as a GGUF file of small types: which tensor gets which, and what makes its blocks.
+"""A model as a quantized GGUF file: which tensor gets which type, and how its blocks are coded.
 
 Mixtures follow llama.cpp's: `q4_k_m` codes most matrices as Q4_K, the output projection (or the embedding it is tied
 to) and half of the value and down projections, where errors cost most, as Q6_K. Rows that are no whole blocks of 256
-get types with blocks of 32: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K. With calibration text, scales weigh inputs by
-their importance and codes make up for one another's errors (gguf_feedback.py).
+get types with blocks of 32: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K. With calibration text, scales are fitted with
+inputs weighted by importance, and codes make up for one another's errors (gguf_feedback.py).
 """
 
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ class GgufCoder:
     spec: ModelSpec
     mixture: str
     blocks: dict[str, Tensor] = field(default_factory=dict)
-    """Of matrices that are coded already, by our names and with our order of rows; others are rounded to nearest."""
+    """Matrices coded already, by tightfit's names and with its order of rows; others are rounded to nearest."""
 
     @property
     def file_type(self) -> int:
@@ -91,12 +91,12 @@ def export_gguf(
     device: torch.device,
     progress: bool = False,
 ) -> Export:
-    """Write the model at `source` as the GGUF file `target`, its codes chosen for the inputs that `data` gives."""
+    """Write the model at `source` as the GGUF file `target`, with codes chosen for inputs from `data` where given."""
     require_new(target)
     if mixture not in TYPES:
         raise UserError(f"GGUF type {mixture!r} is not written; use one of {', '.join(TYPES)}")
     spec = source_spec(source)
-    metadata_of(spec)  # refused before any work, if it cannot be said
+    metadata_of(spec)  # a model that GGUF cannot express is refused before any work
     rows = None
     if data:
         rows = read_calibration(
@@ -116,7 +116,7 @@ def export_gguf(
     if rows is not None:
         coder = replace(coder, blocks=code_layers(source, rows, device, coder.kind, progress=progress))
     with writing_new(target):
-        list_beside(target).unlink(missing_ok=True)  # of a file that was there before
+        list_beside(target).unlink(missing_ok=True)  # the list of an earlier file of this name
         write_gguf(loaded.model, loaded.tokenizer, target, "fp16", coder)
         write_file_checksum(target)
     return Export(target, loaded.model.spec.params(), target.stat().st_size)

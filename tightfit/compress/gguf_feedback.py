@@ -32,11 +32,11 @@ SMALLEST_SCALE = 1e-20
 KindOf = Callable[[str, tuple[int, ...]], str]
 """The GGUF type of a parameter by name and shape."""
 Blocks = dict[str, Tensor]
-"""Rows of blocks by the names of weights."""
+"""Rows of blocks (uint8) by parameter name."""
 
 
 def encode_with_feedback(weight: Tensor, kind: str, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of blocks (uint8) of a float32 matrix whose inputs have second moment `hessian`, and what they stand for."""
+    """Rows of blocks (uint8) of a float32 matrix whose inputs have second moment `hessian`; the matrix dequantized."""
     fitted = fit_rows(weight, kind, hessian.diagonal())
     scale, offset = fitted.scale.reshape(weight.shape), fitted.offset.reshape(weight.shape)
     scale = torch.where(scale == 0, torch.full_like(scale, SMALLEST_SCALE), scale)
@@ -48,7 +48,7 @@ def encode_with_feedback(weight: Tensor, kind: str, hessian: Tensor) -> tuple[Te
 
 
 def _round_all(weight: Tensor, hessian: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
-    """GPTQ's codes on a grid that is given for every weight; columns by falling importance."""
+    """GPTQ's codes with `scale` and `zero` given for every weight; columns in order of falling importance."""
     left, hessian = without_dead(weight, hessian)
     order = hessian.diagonal().argsort(descending=True, stable=True)
     upper = inverse_factor(hessian[order[:, None], order], DAMPING)

@@ -2,7 +2,8 @@
 
 With H = Σ x xᵀ over the layer's inputs, the error of a row is Δ H Δᵀ. Rounding column j by e_j leaves least error if
 the columns after it change by −e_j · U[j, j+1:] / U[j, j], where U is the upper Cholesky factor of H⁻¹ (Frantar et al.
-2022): one factorisation serves all rows and all columns. Columns go in blocks: most of the update is one product.
+2022): one factorisation serves all rows and all columns. Columns go in blocks, so that most of the update is one matrix
+product.
 
 H is damped by a share of its mean diagonal. With `act_order` columns go by falling H[j, j]: the weights that matter
 most are rounded while all others can still make up for them. `static` keeps groups where they lie (their ranges are
@@ -54,7 +55,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions |
         order = importance.argsort(descending=True, stable=True)
     grid = None
     if options.act_order == "static" or scheme.group <= 0 or scheme.kind != "int":
-        grid = fit_grid(weight, scheme, options.ranges, importance)  # fixed before errors move
+        grid = fit_grid(weight, scheme, options.ranges, importance)  # fixed before errors are passed on
     columns = _Columns(
         weight[:, order], scheme, options, importance[order], grid, _columns_groups(order, scheme, options)
     )
@@ -64,7 +65,7 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions |
 
 
 def without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs that are always zero get weight zero, lest H be singular."""
+    """Weight and H in which inputs that are always zero have weight 0 and H[j, j] = 1, lest H be singular."""
     dead = hessian.diagonal() == 0
     hessian = hessian.clone()
     hessian.diagonal()[dead] = 1
@@ -78,7 +79,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         damped.diagonal().copy_(hessian.diagonal() + damping * 10**attempt * mean)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
-            factor = torch.cholesky_inverse(factor)  # H is large: what is done with is not kept
+            factor = torch.cholesky_inverse(factor)  # H is large: the first factor is freed here
             factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
             if not failed and bool(factor.diagonal().isfinite().all()):
                 return factor
@@ -94,7 +95,7 @@ def _columns_groups(order: Tensor, scheme: Scheme, options: GptqOptions) -> Tens
 
 
 class _Columns:
-    """The weights in rounding order, what has been decided, and the errors still to be passed on."""
+    """The loop over columns: weights in rounding order with errors so far passed on, and the codes decided so far."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class _Columns:
     def run(self, upper: Tensor) -> None:
         """Round all columns; `upper` is the factor of H⁻¹."""
         inputs = self.weight.shape[1]
-        # ranges that are fitted on the way begin where a block begins
+        # a group whose range is fitted during the loop begins where a block begins
         width = self.options.block if self.grid is not None else math.gcd(self.options.block, self.scheme.group)
         for start in range(0, inputs, width):
             stop = min(start + width, inputs)
@@ -141,7 +142,7 @@ class _Columns:
         )
 
     def _fit(self, first: int) -> None:
-        """The range of the group that begins at column `first`, from weights as they are by now."""
+        """Fit the range of the group that begins at column `first` to the weights with all errors so far passed on."""
         last = first + self.scheme.group
         part = fit_grid(
             self.weight[:, first:last].contiguous(), self.scheme, self.options.ranges, self.importance[first:last]
@@ -152,7 +153,7 @@ class _Columns:
             self.zero[:, group] = part.zero[:, 0]
 
     def coded(self, order: Tensor) -> CodedWeight:
-        """The result with columns where they were."""
+        """The result, with columns back in their original order."""
         back = order.argsort()
         stored = self.grid.stored if self.grid is not None else StoredScales(self.scale, {})
         group_of = None

@@ -1,4 +1,4 @@
-"""What calibration keeps of a linear layer's inputs: their second moment, magnitudes, and a few of them.
+"""Statistics of a linear layer's inputs that calibration keeps: second moment, magnitudes, and a sample.
 
 H = 1/n · Σ x xᵀ over all n tokens, in float32: the squared error of the layer's output for a change Δ of its weight is
 tr(Δ H Δᵀ), so methods that compare outputs need no inputs beside H. Rounding of the inputs themselves (SmoothQuant) is
@@ -24,7 +24,7 @@ class InputStatistics:
         self._rows: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
-        """One batch of inputs [..., size]."""
+        """Add a batch of inputs [..., size]."""
         rows = x.detach().flatten(0, -2).to(torch.float32)
         self.moment.addmm_(rows.T, rows)
         magnitude = rows.abs()
@@ -51,10 +51,10 @@ class InputStatistics:
 
 
 def unusable_inputs() -> UserError:
-    """What is said of a second moment that cannot be factored however much it is damped."""
+    """The error for a second moment that cannot be factored however much it is damped."""
     return UserError(
-        "the inputs of a layer are no finite numbers, or too large to be squared; see with tightfit evaluate what the "
-        "model makes of this text"
+        "the inputs of a layer are no finite numbers, or too large to be squared; check the model's loss on this "
+        "text with tightfit evaluate"
     )
 
 

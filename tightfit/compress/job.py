@@ -1,4 +1,4 @@
-"""What every way of making a model smaller is asked: which model, where to, and the text to look at."""
+"""Settings that all methods of compression share: the model, the output directory, the calibration text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ DATA_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ShrinkingJob:
-    """What the user asked for, whatever is done to the layers."""
+    """What the user asked for, but for the method."""
 
     model: str
     out: Path
@@ -32,13 +32,13 @@ class ShrinkingJob:
     progress: bool = False
 
     def require(self) -> None:
-        """Refuse what can be refused before the model is looked at."""
+        """Refuse what can be refused before the model is read."""
         require_new(self.out)
         if not has_weights(self.model):
             raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
 
     def own_text_shape(self, spec: ModelSpec) -> tuple[int, int]:
-        """Rows and tokens of what the model writes where there is no `data`."""
+        """Rows, and tokens in each, of the text that the model generates where there is no `data`."""
         rows = MOST_ROWS if self.samples is None else self.samples
         if rows > MOST_ROWS:
             raise UserError(f"--samples is {rows}, but a model writes {MOST_ROWS} at most; lower it or give --data")
@@ -47,11 +47,11 @@ class ShrinkingJob:
 
     @property
     def writing_bytes(self) -> int:
-        """Of a number in which the model writes its text; 0 where there is `data`."""
+        """Bytes of a number while the model generates its text; 0 where there is `data`."""
         return 0 if self.data else writing_dtype(self.device).itemsize
 
     def read_calibration(self, spec: ModelSpec) -> Calibration:
-        """Rows of `data`, or where none is given of what the model writes."""
+        """Calibration rows of `data`, or of text that the model generates where none is given."""
         if not self.data:
             rows, length = self.own_text_shape(spec)
             return own_text(

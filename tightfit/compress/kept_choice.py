@@ -1,8 +1,8 @@
-"""Bits by layer as `--fit` has chosen them, kept in the cache: a killed run goes on with the same, not with nearly it.
+"""Bits by layer that `--fit` has chosen, kept in the cache, so that a killed run resumes with exactly the same choice.
 
 Measuring sensitivities takes minutes, and sums differ in the last bit from one run to the next where threads or a GPU
-add in another order: a choice made anew could be another one, for which finished layers would be of no use. What a
-choice hangs on is in its name.
+add in another order: a second measurement could lead to another choice, for which finished layers would be of no use.
+The file's name is a digest of everything that the choice depends on.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ REMEDY = "make room, or name another --cache"
 
 
 class KeptChoice:
-    """The place in `cache` for the choice that hangs on `facts` (weights, rows, budget, …)."""
+    """The file in `cache` for the choice that depends on `facts` (weights, rows, budget, …)."""
 
     def __init__(self, cache: Path, spec: ModelSpec, facts: Mapping[str, object]) -> None:
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         self.file, self.spec = cache.expanduser() / f"fit-{digest[:32]}.json", spec
 
     def read(self) -> BitChoice | None:
-        """What an earlier run has chosen, if it is whole."""
+        """The choice of an earlier run; None where there is none or its file is damaged."""
         if not self.file.exists():
             return None
         try:

@@ -2,9 +2,9 @@
 
 Every set of linear layers sees inputs that came through the sets already coded, so that later ones can make up for
 earlier ones (GPTQ's "true sequential"). AWQ and SmoothQuant first move scales inside the layer, judged on one forward
-pass of the unquantized layer. Learned rounding begins when all sets are coded, and leaves their own errors as reported;
-what it learns to give are the outputs of the original model, so that a layer makes up for those before it. In place of
-a coded layer stands what its codes mean, so forward passes cost as before.
+pass of the unquantized layer. Learned rounding begins when all sets are coded, and leaves the reported errors of their
+matrices as they were; its target is the outputs of the original model, so that a layer makes up for the errors of those
+before it. Coded weights are put back dequantized, so forward passes cost as before.
 """
 
 import time
@@ -41,9 +41,9 @@ Coder = Callable[[str, Tensor, InputStatistics | None, Step], CodedWeight]
 class LayerResult:
     """The coded weights of a layer by name, the error of each and of the whole, and the layer's new outputs.
 
-    Errors are relative: the squared change of outputs over the squared outputs; of the layer, of what it adds to the
-    residual stream. Where rounding is learned, the layer's is that of the stream: what layers before it changed, too.
-    Without calibration data they are those of the weights themselves, and the layer has none.
+    Errors are relative. Of a matrix: the squared change of its outputs over the squared outputs; without calibration
+    data, the same of its weights. Of the layer: the squared change of its outputs over the square of what it adds to
+    the residual stream; None without data. Where rounding is learned, the errors of the layers before it are included.
     """
 
     index: int
@@ -52,7 +52,7 @@ class LayerResult:
     layer_error: float | None
     outputs: list[Tensor]
     original: list[Tensor]
-    """What the next layer has for inputs in the original model; nothing where this one's were not given."""
+    """The next layer's inputs in the original model; empty where this one's were not given."""
     seconds: float
 
 
@@ -69,8 +69,9 @@ def compress_layer(
 ) -> LayerResult:
     """Code layer `index`, the only one that `model` has; `inputs` are its calibration inputs, [B, T, H] each.
 
-    What stays plain is rounded to `plain_dtype`, in which it will be stored. `code` codes a weight, ours by default.
-    `original` are the inputs that the layer has in the original model, where rounding is learned (`Recipe.learns`).
+    Parameters that are not coded are rounded to `plain_dtype`, in which they will be stored. `code` codes a weight, by
+    default `code_weight`. `original` are the layer's inputs in the original model, given where rounding is learned
+    (`Recipe.learns`).
     """
     began = time.monotonic()
     layer = layer_of(model, index)
@@ -94,14 +95,14 @@ def compress_layer(
 
 
 def change_of_layer(inputs: Sequence[Tensor], wanted: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """The relative error of a layer, Σ (made − wanted)² / Σ (wanted − input)²."""
+    """The relative error of a layer, Σ (output − wanted)² / Σ (wanted − input)²."""
     change = sum(float((output - want).square().sum()) for output, want in zip(outputs, wanted, strict=True))
     added = sum(float((want - x).square().sum()) for want, x in zip(wanted, inputs, strict=True))
     return change / max(added, 1e-30)
 
 
 class _LayerWork:
-    """A layer between its first and its last coded weight."""
+    """A layer while it is compressed, and the codes and errors so far."""
 
     def __init__(
         self, model: Decoder, layer: Layer, index: int, recipe: Recipe, inputs: Sequence[Tensor], code: Coder
@@ -111,7 +112,7 @@ class _LayerWork:
         self.coded: Coded = {}
         self.errors: dict[str, float] = {}
         self.originals: dict[str, Tensor] = {}
-        """Of matrices whose rounding is learned when all are coded."""
+        """Float32 weights of matrices whose rounding will be learned, once all matrices are coded."""
 
     def step_of(self, name: str) -> Step | None:
         """The step that codes a linear layer of this one."""
@@ -122,7 +123,7 @@ class _LayerWork:
         return self.recipe.pruning(f"layers.{self.index}.{name}")
 
     def move_scales(self) -> None:
-        """What AWQ and SmoothQuant do before anything is rounded."""
+        """Fold the scales of AWQ and SmoothQuant into the layer, before anything is rounded."""
         groups = [group for group in linear_sets(self.model.spec, self.index) if group.before is not None]
         steps = [(group, self.step_of(group.names[0])) for group in groups]
         chosen = [(group, step) for group, step in steps if step is not None and step.method in ("awq", "smoothquant")]
@@ -138,7 +139,7 @@ class _LayerWork:
                 smooth(self.layer, group, seen[group.names[0]], scheme, step)
 
     def code_set(self, group: LinearSet) -> None:
-        """Code the linear layers of one input."""
+        """Prune and code the linear layers of a set."""
         names = [name for name in group.names if self.step_of(name) or self.pruning_of(name)]
         if not names:
             return
@@ -157,7 +158,7 @@ class _LayerWork:
             self._put(name, module, weight, coded)
 
     def learn(self, wanted: Sequence[Tensor]) -> None:
-        """Learn the rounding of the matrices that a step `round` names, for these outputs of the layer."""
+        """Learn the rounding of the matrices that a step `round` names, with `wanted` as the layer's target outputs."""
         coded = {name: self.coded[name] for name in self.originals}
         step = self.step_of(next(iter(coded)))
         assert step is not None
@@ -181,11 +182,11 @@ class _LayerWork:
             coded = self.code(name, weight, seen, step)
         if step.static is None:
             return weight, coded
-        assert seen is not None, "whose inputs are these?"
+        assert seen is not None, "static scales need calibration inputs"
         return weight, replace(coded, input_scale=activation_scale(seen, coded.scheme, step.static))
 
     def _put(self, name: str, module: nn.Linear, weight: Tensor, coded: CodedWeight | None) -> None:
-        """Let the compressed layer compute from now on; rounded activations need more than another weight."""
+        """Put the compressed weight into the layer; a scheme that rounds activations replaces the module, too."""
         if coded is None or coded.scheme.activations is None:
             module.weight.copy_(weight if coded is None else coded.dequantize())
             return
@@ -193,9 +194,9 @@ class _LayerWork:
         setattr(self.layer.get_submodule(parent), own, quantize_linear(module, coded))
 
     def code_experts(self) -> None:
-        """Experts one by one: gate and up know the inputs of all experts together; down does not know its own.
+        """Compress experts one by one: gate and up with the statistics of all experts' inputs together.
 
-        So down is rounded to nearest, and pruned by magnitude.
+        The inputs of down are not observed, so it is rounded to nearest and pruned by magnitude.
         """
         names = [name for name in EXPERT_STACKS if self.step_of(name) or self.pruning_of(name)]
         if not names:
@@ -221,7 +222,7 @@ def code_weight(
     assert scheme is not None
     if step.method not in CALIBRATED or seen is None:
         return _nearest(weight, scheme, step, None if seen is None else seen.hessian.diagonal())
-    if step.method in ("gptq", "round"):  # whose codes learned rounding begins with
+    if step.method in ("gptq", "round"):  # learned rounding begins with GPTQ's codes
         options = GptqOptions(
             act_order=step.act_order, damping=step.damping, ranges=step.ranges or "mse", keep_zeros=keep_zeros
         )

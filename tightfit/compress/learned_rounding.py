@@ -2,15 +2,16 @@
 
     ŵ = round(u) · S · f,   least over u and f:   Σ over tokens of ‖layer(x̂; ŵ) − y‖² / ‖y‖²,   y = layer(x; w)
 
-x̂ is what the layers already coded give, x and y what the original model has: a layer also makes up for those before
-it. Gradients pass `round` as if it were not there, as in AutoRound (Cheng et al. 2023), which begins with w / S in the
-range of the weights and moves every u by the sign of its gradient. Here GPTQ's codes are the beginning, in its ranges:
-u is w / S where that rounds to GPTQ's code, else a number near its code's end. From there signs alone lead away: with
-GPTQ's codes most gradients are noise, and Adam averages it out. The rate falls to zero; f multiplies the scale of a
-group. Tokens count alike, as a few have many times the others' magnitude.
+x̂ are the layer's inputs behind the layers already coded, x and y its inputs and outputs in the original model: a layer
+also makes up for the errors of those before it. Gradients pass straight through `round`, as in AutoRound (Cheng et al.
+2023), which begins with w / S in the range of the weights and moves every u by the sign of its gradient. Here GPTQ's
+codes and ranges are the beginning: u is w / S where that rounds to GPTQ's code, else a number near its code's edge.
+From there steps by sign alone make codes worse: with GPTQ's codes most gradients are noise, which Adam averages out.
+The learning rate falls to zero; f multiplies the scale of a group. Errors are relative token by token, as a few tokens
+have many times the others' magnitude.
 
-A layer whose error over all calibration rows fell at neither rate keeps GPTQ's codes. Integers only; experts, which
-compute apart, keep GPTQ's codes too.
+A layer whose error over all calibration rows fell at neither rate keeps GPTQ's codes. Integers only; experts, which are
+coded apart from the other matrices, are not learned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,17 +29,17 @@ from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.rounding import store_scales
 
 RATES = (1.0, 0.25)
-"""Adam's rate for u times steps: how far a number goes whose gradients agree, were the rate constant. Perplexity of
-SmolLM2-135M in 2 bits at rates of 0.25, 1 and 2.5: 105, 64.6 and 75.2. The second is for layers that the first does not
-better."""
+"""Adam's rate for u, times steps: how far u would move if all its gradients agreed and the rate were constant.
+Perplexity of SmolLM2-135M in 2 bits at rates of 0.25, 1 and 2.5: 105, 64.6 and 75.2. The second rate is tried on layers
+whose error the first does not lower."""
 SCALE_RATE = 0.1
 """The rate of f beside that of u."""
 EDGE = 0.3
-"""How far from its code a number begins that GPTQ rounded elsewhere than to its nearest; at 0.5 it would flip."""
+"""The greatest distance at which u begins from its code, where GPTQ did not round to nearest; at 0.5 it would flip."""
 
 
 class _Rounded(torch.autograd.Function):
-    """round(u) · S with a scale per group; gradients pass the rounding, and nothing but u and S is kept for them."""
+    """round(u) · S with a scale per group and straight-through gradients; only u and S are saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, scale: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def _in_groups(values: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass
 class LearnedMatrix:
-    """A matrix on its way: `place` is u [outputs, inputs], `factor` f [outputs, groups]."""
+    """A matrix whose rounding is being learned: `place` is u [outputs, inputs], `factor` f [outputs, groups]."""
 
     coded: CodedWeight
     place: Tensor
@@ -108,7 +109,7 @@ class LayerTask:
     wanted: Sequence[Tensor]
 
     def error(self, weights: Mapping[str, Tensor], x: Tensor, wanted: Tensor) -> Tensor:
-        """Squared error of the outputs with `weights` in place, relative to each token's own, summed."""
+        """Σ over tokens of ‖output − wanted‖² / ‖wanted‖², with `weights` in the layer."""
         positions = torch.arange(x.shape[1], device=x.device)[None]
         with tensor_float32(x.device):
             output, _ = functional_call(
@@ -118,7 +119,7 @@ class LayerTask:
 
     @torch.no_grad()
     def total_error(self, coded: Mapping[str, CodedWeight]) -> float:
-        """Over all rows."""
+        """`error` of the dequantized `coded`, summed over all rows."""
         weights = {f"{name}.weight": weight.dequantize() for name, weight in coded.items()}
         return sum(float(self.error(weights, x, y)) for x, y in zip(self.inputs, self.wanted, strict=True))
 

@@ -1,8 +1,8 @@
-"""What compressing has lost, measured while layers pass: KL(original ‖ compressed) on some calibration rows.
+"""The loss of compressing, measured layer by layer on the way: KL(original ‖ compressed) on some calibration rows.
 
-A few rows go through the original's layers beside the calibration rows that go through the compressed ones; in the end
-both meet the final norm and the output projection, some tokens at a time. The whole model is in memory at no moment.
-These are rows that layers were coded for: on other text the loss is larger (`tightfit evaluate --against`).
+A few rows go through the original's layers while all calibration rows go through the compressed ones; in the end both
+go through the final norm and the output projection, some tokens at a time. The whole model is never in memory. These
+are rows that layers were coded for: on other text the loss is larger (`tightfit evaluate --against`).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def chunks(head: Decoder, x: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def divergences(head: Decoder, known: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[float]:
-    """KL(original ‖ compressed) of each of `others` in nats a token, of what the last layers gave for the same rows."""
+    """KL(original ‖ compressed) in nats a token of each of `others`; all are last layers' outputs for the same rows."""
     totals = [0.0] * len(others)
     for row, x in enumerate(known):
         for part, chunk in enumerate(chunks(head, x)):
@@ -47,15 +47,15 @@ def divergences(head: Decoder, known: Sequence[Tensor], others: Sequence[Sequenc
 
 
 class LossProbe:
-    """Rows of the original, layer after layer; none where there are no calibration rows."""
+    """Some calibration rows on their way through the original model; none where there are no calibration rows."""
 
     def __init__(self, stream: Sequence[Tensor]) -> None:
         self.original = probed(stream)
 
     def follow(self, model: Decoder, index: int) -> None:
-        """Go through layer `index` of the original, which is all that `model` has."""
+        """Send the rows through layer `index` of the original, the only layer of `model`."""
         self.original = through(model, index, self.original)
 
     def kl(self, head: Decoder, stream: Sequence[Tensor]) -> float | None:
-        """Nats a token, of what the last compressed layer gave; `head` has the final norm and output projection."""
+        """KL in nats a token, from the last compressed layer's outputs; `head` has final norm and output projection."""
         return divergences(head, self.original, [probed(stream)])[0] if self.original else None

@@ -1,11 +1,11 @@
-"""Low-rank factors of a matrix W [outputs, inputs]: W ≈ B A of rank r, plainly or for the inputs it really gets.
+"""Low-rank factors of a matrix W [outputs, inputs]: W ≈ B A of rank r, for its weights or for its outputs.
 
     svd       the least ‖W − B A‖_F   W = U S Vᵀ     B A = U_r S_r · V_rᵀ               (Eckart and Young 1936)
     whitened  the least tr(Δ H Δᵀ)    W L = U S Vᵀ   B A = U_r S_r · V_rᵀ L⁻¹, H = L Lᵀ   (SVD-LLM, Wang et al. 2024)
 
 The squared singular values beyond r are the error exactly, of the weights or of the outputs. Ranks share one budget: a
-rank of a matrix costs outputs + inputs numbers and is worth its share of the matrix's squared singular values, so the
-dearest numbers go where they are worth most, and a matrix that would not get smaller stays whole.
+rank of a matrix costs outputs + inputs numbers and is worth its share of the matrix's squared singular values, so ranks
+go where a number is worth most, and a matrix that would not get smaller stays whole.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from tightfit.compress.inputs import unusable_inputs
 
 LowRankMethod = Literal["svd", "whitened"]
 DAMPING = 1e-6
-"""Of H, as a share of its mean diagonal; ten times more where that is not enough."""
+"""Added to the diagonal of H, as a share of its mean; ten times more where H still cannot be factored."""
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,5 @@ def choose_ranks(
 
 
 def _worth(energies: list[float], rank: int, shape: tuple[int, int]) -> float:
-    """Of the next rank, a number it costs."""
+    """The worth of the next rank per number it costs."""
     return (energies[rank] if rank < len(energies) else 0.0) / sum(shape)

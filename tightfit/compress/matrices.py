@@ -32,7 +32,7 @@ def _attention(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
 
 
 def _latent_attention(spec: ModelSpec, latent: Latent) -> dict[str, tuple[int, int, int]]:
-    """Without kv_b, which servers multiply into queries and outputs instead of making keys and values."""
+    """Without kv_b, which servers absorb into queries and outputs instead of expanding keys and values."""
     h, rank = spec.hidden_size, latent.query_rank
     queries = {"attention.q": (1, spec.query_size, h)}
     if rank:

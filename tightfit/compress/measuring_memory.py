@@ -5,14 +5,14 @@ weights, W widths:
 
 | phase | what | bytes |
 |---|---|---|
-| evaluation | inputs of all layers of the original, and what its last one gives | 4 t h (N + 1) |
-| | the rows behind a layer of every width | W · 4 t h |
+| evaluation | inputs of all layers of the original, and outputs of its last one | 4 t h (N + 1) |
+| | the rows' hidden states for every width | W · 4 t h |
 | | the layer, and its matrices as they were before they were rounded | 4 P + 4 P |
 | | a row in the MLP or in attention, or what rounding a matrix [m, n] takes | 4 L (4 f + 3 h) or 3 · 4 m n |
 | loss | the inputs, the rows of every width, gradients | 4 t h (N + 2 + W) |
-| | an end of the model; tied ends are made apart and then tied | 4 V h or 8 V h |
+| | output projection; a tied one is allocated apart from the embedding and then tied | 4 V h or 8 V h |
 | | logits of h / 16 tokens: of the original and of a width, p, their difference and the product | 5 · 4 V h / 16 |
-| backward | the inputs, what the last layer gave, gradients | 4 t h (N + 2) |
+| backward | the inputs, outputs of the last layer, gradients | 4 t h (N + 2) |
 | | the layer, and Σ g² x² of its matrices | 4 P + 4 P |
 | | a row kept for gradients and their squares, or what rounding takes | 4 L (7 f + 5 h + 2 q + 2 k) or 3 · 4 m n |
 
@@ -29,7 +29,7 @@ LOGITS = 5
 
 
 def measuring_ledger(spec: ModelSpec, rows: int, length: int, widths: int) -> Ledger:
-    """Bytes at the peak of every phase, with calibration `rows` of `length` tokens and so many widths."""
+    """Bytes at the peak of every phase, with `rows` calibration rows of `length` tokens and `widths` widths tried."""
     rows, length = min(rows, PROBED_ROWS), min(length, PROBED_LENGTH)
     stream = FLOAT * rows * length * spec.hidden_size
     sizes = [

@@ -1,27 +1,28 @@
-"""The ledger of compressing: what the layer-by-layer pass holds, predicted before it begins.
+"""The ledger of compressing: bytes that the layer-by-layer pass holds, predicted before it begins.
 
 With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide, vocabulary V, one layer of P weights:
 
 | phase | what | bytes |
 |---|---|---|
-| init | the whole model, which writes its text where there is none, in numbers of w bytes | w · all weights |
-| | keys and values of what it has written | w · 2 T k · layers |
-| load | an end of the model, and the copy of it that is written in 16 bits | 4 V h + 2 V h |
-| | tied ends, which are made apart and then tied | 2 · 4 V h |
+| init | the whole model in numbers of w bytes, where it generates the calibration text itself | w · all weights |
+| | the KV cache of that text | w · 2 T k · layers |
+| load | embedding or output projection, and its copy in 16 bits to be written | 4 V h + 2 V h |
+| | both, where they are tied: allocated apart and then tied | 2 · 4 V h |
 | | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
 | | the original model's inputs, where rounding is learned for its outputs | 4 T h |
-| | those of the rows that the loss is measured on (loss_probe.py), t ≤ 8 · 512 tokens; while coding, too | 4 t h |
+| | the original's, of the t ≤ 8 · 512 tokens that the loss is measured on (loss_probe.py); while coding, too | 4 t h |
 | | the layer in float32; codes of a byte each, with scales and zero points in float32 | 4 P + P + 4 to 8 P / group |
 | | a batch of B ≤ 8192 tokens in the MLP: gate, its activation, up, their product; the stream twice | 4 B (4 f + 2 h) |
-| | or in attention: queries, keys and values, turned, and what was mixed | 4 B (3 q + 3 k + h) |
+| | or in attention: q, k, v, q and k rotated, attention's output, the stream | 4 B (3 q + 3 k + h) |
 | coding | calibration rows without the new outputs | 2 or 3 · 4 T h |
 | | the layer and its codes | 4 P + P |
-| | the fullest moment of any matrix [m, n]: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |
+| | the peak while any matrix [m, n] is coded: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |
 
-The moments of a matrix are those of its method, each a line below with what is alive in it. The scales of AWQ and
-SmoothQuant are searched while the second moments of all sets of layers are there. Learned rounding trains a whole layer
-(`_learning`) and keeps it as it was until then. Nothing here imports torch.
+The moments at which coding a matrix can peak are those of its method, each a `CodingMoment` below with the tensors
+alive in it. The scales of AWQ and SmoothQuant are searched while the second moments of all sets of layers are alive.
+Learned rounding trains a whole layer (`_learning`) and keeps its original weights until then. Nothing here imports
+torch.
 """
 
 from collections.abc import Sequence
@@ -34,23 +35,23 @@ from tightfit.memory.ledger import Ledger, Line
 from tightfit.models.spec import ModelSpec
 
 BATCH_TOKENS = 8192
-"""Of calibration rows that go through a layer together, in whole rows."""
+"""Tokens of the calibration rows that go through a layer together, in whole rows."""
 FLOAT = 4
 PROBED_ROWS, PROBED_LENGTH = 8, 512
-"""Calibration rows that what compressing loses is measured on, and their tokens; their noise is far below the loss."""
+"""Calibration rows on which the loss of compressing is measured, and tokens of each; sampling noise is far below it."""
 CHUNK_SHARE = 16
-"""Hidden numbers over tokens whose logits are in memory at a time: less than the copy of an end that was written."""
+"""Hidden size over the tokens whose logits are in memory at a time: these take less than the head's 16-bit copy did."""
 
 
 @dataclass(frozen=True)
 class CodingMoment:
-    """Something that is done to a matrix [m, n]: so many of its float32 copies are alive, and so many n × n."""
+    """A moment of coding a matrix [m, n]: `copies` float32 tensors [m, n] and `squares` of [n, n] are alive."""
 
     what: str
     copies: float
     squares: int
     row_bytes: int = 0
-    """Of each of the m rows, whatever n is."""
+    """Further bytes for each of the m rows, whatever n is."""
 
 
 ROUNDING = CodingMoment("weights rounded: w / S, + Z, rounded, clamped", 4, 2)
@@ -81,13 +82,14 @@ MOMENTS: dict[str, tuple[CodingMoment, ...]] = {
         CodingMoment("refitted: w, its change, two products; Σ x xᵀ, H, H of what stays, its factor", 4, 4),
     ),
 }
-"""Beside rounding and the error, which every method has."""
+"""By method, in addition to `ROUNDING` and `ERROR`, which every method has."""
 MOMENTS["round"] = MOMENTS["gptq"]
 FACTORED = ("svd", "whitened")
 LEARNING_TOKENS = 4096
-"""Of a step of learned rounding, in whole rows (learned_rounding.py)."""
+"""Tokens of a step of learned rounding, in whole rows (learned_rounding.py)."""
 SEARCH = 5
-"""Copies of what a scale is tried on: itself scaled, w / S, + Z, rounded; the change before it, or all of a set."""
+"""Copies alive while a scale is tried: w scaled, w / S, + Z, rounded; the previous matrix's change (AWQ) or w itself
+(SmoothQuant, whose w is a whole set)."""
 
 
 def compression_ledger(
@@ -101,8 +103,8 @@ def compression_ledger(
 ) -> Ledger:
     """Bytes at the peak of every phase of compressing with `rows` calibration rows of `length` tokens.
 
-    `rewritten` is svd, whitened or structured where layers are rewritten rather than coded by a recipe. Where the model
-    writes its text itself, it does so in numbers of `writing_bytes`.
+    `rewritten` is svd, whitened or structured where layers are rewritten rather than coded by a recipe. `writing_bytes`
+    is the size of a number while the model generates its own calibration text; 0 where text is given.
     """
     stream_bytes = FLOAT * rows * length * spec.hidden_size
     ends_bytes = (2 * FLOAT if spec.tied else FLOAT + 2) * spec.vocabulary_params
@@ -128,7 +130,7 @@ def compression_ledger(
 
 
 def _writing(spec: ModelSpec, tokens: int, number_bytes: int) -> list[Line]:
-    """The whole model and its cache, while it writes its own calibration text."""
+    """The whole model and its KV cache, while it generates its own calibration text."""
     if not number_bytes:
         return []
     cache_bytes = number_bytes * 2 * tokens * spec.kv_size * spec.layers
@@ -141,7 +143,7 @@ def _writing(spec: ModelSpec, tokens: int, number_bytes: int) -> list[Line]:
 
 
 def _layer(spec: ModelSpec, recipe: Recipe, rewritten: str | None) -> list[Line]:
-    """The layer and its codes, in forward passes and while it is coded; factors are fewer than what they stand for."""
+    """The layer and its codes (or low-rank factors, no larger than it), in forward passes and while it is coded."""
     layer = max(spec.layer_params(i) for i in range(spec.layers))
     beside = (max(_code_bytes(spec, recipe)), "its codes", "P and scales")
     if rewritten in FACTORED:
@@ -154,7 +156,7 @@ def _layer(spec: ModelSpec, recipe: Recipe, rewritten: str | None) -> list[Line]
 
 
 def _code_bytes(spec: ModelSpec, recipe: Recipe) -> list[int]:
-    """Of every layer: a byte a code, and scales and zero points in float32."""
+    """Bytes of every layer's codes: a byte a code, and scales and zero points in float32."""
     coded = [0] * spec.layers
     for name, (count, outputs, inputs) in matrices(spec).items():
         step = recipe.coding(name)
@@ -166,7 +168,7 @@ def _code_bytes(spec: ModelSpec, recipe: Recipe) -> list[int]:
 
 
 def _batch_bytes(spec: ModelSpec, rows: int, length: int) -> int:
-    """What a batch leaves inside a layer; batches are whole rows."""
+    """Bytes of a batch's activations inside a layer; batches are whole rows."""
     tokens = min(rows, max(BATCH_TOKENS // max(length, 1), 1)) * length
     mlp = 4 * _width(spec) + 2 * spec.hidden_size
     attention = 3 * spec.query_size + 3 * spec.kv_size + spec.hidden_size
@@ -174,14 +176,14 @@ def _batch_bytes(spec: ModelSpec, rows: int, length: int) -> int:
 
 
 def _width(spec: ModelSpec) -> int:
-    """MLP channels that a token goes through at a time: of a dense layer, its experts, or the shared one after them."""
+    """MLP channels of a token alive at a time: a dense layer's, its experts', or the shared expert's after them."""
     if spec.experts is None:
         return spec.mlp_size
     return max(spec.mlp_size, spec.experts.per_token * spec.experts.mlp_size, spec.experts.shared_size)
 
 
 def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, length: int) -> Sequence[Line]:
-    """The moment of any matrix, or of a layer that learns, in which most is alive."""
+    """Lines of the moment with the most bytes: of any matrix, scale search or learned rounding."""
     has_rows = rows * length > 0
     found = [
         [*_moment_lines(moment, outputs, inputs, has_rows=has_rows), *originals]
@@ -200,7 +202,7 @@ def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, 
 
 
 def _moments(coding: Step | None, pruning: Step | None) -> list[CodingMoment]:
-    """Of a matrix that is pruned, coded, or both, which has the pruned one beside it."""
+    """Moments of a matrix that is pruned, coded or both; the pruned matrix is alive while it is coded."""
     found = [ROUNDING, ERROR] if coding is not None or pruning is not None else []
     if pruning is not None:
         found += MOMENTS.get(pruning.method, ())
@@ -260,17 +262,17 @@ def _learned_sizes(spec: ModelSpec, recipe: Recipe, layer: int) -> dict[str, int
 
 
 def _originals(spec: ModelSpec, recipe: Recipe, layer: int) -> list[Line]:
-    """Weights as they were, which learned rounding begins with when all matrices of the layer are coded."""
+    """The original weights that learned rounding needs, kept until all matrices of the layer are coded."""
     kept = sum(_learned_sizes(spec, recipe, layer).values())
     line = Line(component="weights", phase="coding", bytes=FLOAT * kept, detail="the layer as it was", why="4 P")
     return [line] if kept else []
 
 
 def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[Line]:
-    """A step of learned rounding inside the MLP's backward pass, behind it, or at its end.
+    """The peak of a step of learned rounding: inside the MLP's backward pass, after it, or at the end of backward.
 
-    Weights as they were, places u, Adam's two moments and rounded ŵ of all matrices are there throughout, gradients
-    from where the backward pass has come. In the MLP there are gate, its activation, up and the gradients of the three.
+    Original weights, u, Adam's two moments and rounded ŵ of all matrices are alive throughout, gradients as far as the
+    backward pass has come. In the MLP gate, its activation, up and the gradients of the three are alive, too.
     """
     sizes = _learned_sizes(spec, recipe, layer)
     if not sizes:
@@ -296,6 +298,6 @@ def _learning(spec: ModelSpec, recipe: Recipe, layer: int, tokens: int) -> list[
 
 
 def _scaled_sets(spec: ModelSpec, layer: int) -> list[tuple[str, ...]]:
-    """Matrices of one input whose scale can go into what stands before them."""
+    """Sets of matrices whose input scale can be folded into the module before them."""
     sets = [group.names for group in linear_sets(spec, layer) if group.before is not None]
     return [tuple(f"layers.{layer}.{name}" for name in names) for names in sets]

@@ -1,7 +1,7 @@
-"""A model in parts: its ends or one of its layers in memory, read from the source when its turn comes.
+"""A model in parts: embedding, head or one layer in memory, each read from the source when its turn comes.
 
-Which files those are is decided once: a run that goes on meanwhile writes newer checkpoints, and parts of two make
-neither. Checksums are compared once too, as every part would read all files again.
+The files are found once: a training run that goes on meanwhile writes newer checkpoints, and parts of two checkpoints
+must not be mixed. Checksums are compared once too, as comparing them for every part would read all files again.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ class ModelParts:
         verify_source(self.source)
 
     def fingerprint(self) -> dict[str, str]:
-        """What makes the models of two runs the same: where it is, and its weights."""
+        """Path and digest of the weights: equal where two runs compress the same model."""
         return {"model": str(Path(self.source).resolve()), "weights": digest_of(self.source)[:16]}
 
     def layer(self, index: int) -> Decoder:

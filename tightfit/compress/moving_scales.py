@@ -1,4 +1,4 @@
-"""A layer's linear layers by name, and moving magnitude between activations and weights of a set of them."""
+"""A layer's linear modules by name, and folding scales of their input channels into the module before them."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ def linear(layer: Layer, name: str) -> nn.Linear:
 
 @torch.no_grad()
 def move_scale(layer: Layer, group: LinearSet, scale: Tensor) -> None:
-    """Multiply input channels of the set by `scale` and divide what makes them by it."""
+    """Multiply the set's weights by `scale` per input channel, and divide the outputs of the module before by it."""
     assert group.before is not None
     for name in group.names:
         linear(layer, name).weight.mul_(scale)

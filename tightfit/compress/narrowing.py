@@ -35,7 +35,7 @@ class NarrowingJob(ShrinkingJob):
 def narrow(
     job: NarrowingJob, announce: Callable[[CompressionCost], None], progress: Progress, beside: Beside = nothing_beside
 ) -> CompressionReport:
-    """Do `job`; `announce` hears the predicted cost before anything is written."""
+    """Do `job`; `announce` is called with the predicted cost before anything is written."""
     return _Narrowing(job, announce, beside).run(progress)
 
 

@@ -1,7 +1,7 @@
-"""Running one decoder layer and looking at what goes into its parts.
+"""Running one decoder layer and observing the inputs of its modules.
 
-Layers are in float32. On a GPU their products round what goes in to TensorFloat-32, the ten bits of mantissa that
-float16 has: eight times as fast, and other programs calibrate in 16 bits.
+Layers are in float32. On a GPU their matrix products run in TensorFloat-32, with inputs of ten bits of mantissa as in
+float16: eight times as fast, and other programs calibrate in 16 bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from tightfit.models.decoder import Decoder, Layer
 
 
 class _Seen(Exception):  # noqa: N818
-    """Raised to leave a forward pass of which everything wanted has been seen."""
+    """Raised to stop a forward pass when all wanted inputs have been observed."""
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def layer_output(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
 
 
 def run_layer(model: Decoder, layer: Layer, x: Tensor) -> Tensor:
-    """The same, on a GPU with products in TensorFloat-32."""
+    """`layer_output`, on a GPU with products in TensorFloat-32."""
     with tensor_float32(x.device):
         return layer_output(model, layer, x)
 
@@ -60,7 +60,7 @@ def through(model: Decoder, index: int, stream: Sequence[Tensor]) -> list[Tensor
 def observe(
     model: Decoder, layer: Layer, inputs: Sequence[Tensor], names: Sequence[str], *, stop: bool = False
 ) -> dict[str, InputStatistics]:
-    """Statistics of what goes into the modules `names` of `layer`; with `stop`, nothing after the last is computed."""
+    """Statistics of the inputs of the modules `names` of `layer`; with `stop`, nothing after the last is computed."""
     seen: dict[str, InputStatistics] = {}
     hooks = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Calibration rows where the user gives no text: what the model itself writes, seeded.
+"""Calibration rows where the user gives no text: text that the model itself generates, seeded.
 
 Every row begins with a token drawn from the whole vocabulary, so that rows differ, and goes on at temperature one, by
 the distribution that the model has learned (as in LLM-QAT, arXiv 2305.17888). Of text that is at hand everywhere this
@@ -29,24 +29,24 @@ SOURCE = "the model's own text, as no --data is given; text like what it will re
 
 
 def writing_dtype(device: str) -> torch.dtype:
-    """In which the model writes: float32 where 16 bits are no faster."""
+    """The dtype in which the model generates: float32 where 16 bits are no faster."""
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
 def describe_own_text(rows: int, length: int) -> str:
-    """A few words, before it is written."""
+    """The rows in a few words, before they are generated."""
     return f"{rows} x {length} tokens of {SOURCE}"
 
 
 def own_text(
     model: str, spec: ModelSpec, *, rows: int, length: int, device: str, cache: Path, progress: bool
 ) -> Calibration:
-    """`rows` rows of `length` tokens that the model at `model` wrote."""
+    """`rows` rows of `length` tokens that the model at `model` generates now, or has before (from the cache)."""
     file = cache.expanduser() / f"own-text-{digest_of(model)[:32]}-{rows}x{length}.npy"
-    found = _kept(file, rows, length, spec.vocab_size)
+    found = _cached_rows(file, rows, length, spec.vocab_size)
     if found is None:
         refuse_unwritable(file.parent, file)
-        found = _written(model, spec, rows, length, device, progress)
+        found = _generated_rows(model, spec, rows, length, device, progress)
         try:
             with durable_file(file) as temporary, temporary.open("wb") as opened:
                 np.save(opened, found.numpy())
@@ -57,8 +57,8 @@ def own_text(
     return Calibration(found, SOURCE)
 
 
-def _kept(file: Path, rows: int, length: int, vocab_size: int) -> torch.Tensor | None:
-    """What an earlier run has written, if it is whole."""
+def _cached_rows(file: Path, rows: int, length: int, vocab_size: int) -> torch.Tensor | None:
+    """The rows that an earlier run has kept; None where there are none or the file is damaged."""
     try:
         tokens = torch.from_numpy(np.load(file, allow_pickle=False))
     except (OSError, EOFError, ValueError, TypeError):
@@ -67,13 +67,12 @@ def _kept(file: Path, rows: int, length: int, vocab_size: int) -> torch.Tensor |
     return tokens if fits and 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size else None
 
 
-def _written(model: str, spec: ModelSpec, rows: int, length: int, device: str, progress: bool) -> torch.Tensor:
+def _generated_rows(model: str, spec: ModelSpec, rows: int, length: int, device: str, progress: bool) -> torch.Tensor:
     try:
         return _sampled(model, spec, rows, length, device, progress)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"{model} does not fit on {device} as a whole, so it cannot write the text that layers are looked at with; "
-            "give --data"
+            f"{model} does not fit on {device} as a whole, so it cannot generate its calibration text; give --data"
         ) from error
 
 
@@ -82,8 +81,8 @@ def _sampled(model: str, spec: ModelSpec, rows: int, length: int, device: str, p
     first = torch.randint(0, spec.vocab_size, (rows,), generator=torch.Generator().manual_seed(0))
     with Progress(console=Console(stderr=True), disable=not progress) as bar:
         task = bar.add_task("the model writes", total=length)
-        told = partial(_advance, bar, task)
-        rows_made = sample_rows(decoder, first, length, Sampling(temperature=1.0), told)
+        advance = partial(_advance, bar, task)
+        rows_made = sample_rows(decoder, first, length, Sampling(temperature=1.0), advance)
     return rows_made.clone()  # out of inference mode: --fit differentiates
 
 

@@ -8,7 +8,7 @@
 
 ‖x_j‖² is H_jj up to a factor that all have; [H⁻¹]_jj is that of the columns not yet decided, U_jj² of the Cholesky
 factor U of H⁻¹. Of N:M, the best N of every M neighbours stay, whatever the method. A matrix is [outputs, inputs].
-Zeros save neither bytes nor time by themselves: 2:4 does on GPUs that have such products (`semi_structured.py`).
+Zeros save neither bytes nor time by themselves: 2:4 does on GPUs with sparse tensor cores (`semi_structured.py`).
 """
 
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def sparsegpt(weight: Tensor, hessian: Tensor, sparsity: Sparsity, damping: floa
 
 
 def _prune_block(block: Tensor, upper: Tensor, sparsity: Sparsity) -> Tensor:
-    """Prune some columns in place; e_j = w_j / U_jj of the pruned, which later columns subtract times U_j."""
+    """Prune a block in place; e_j = w_j / U_jj of pruned weights, whose product with U_j later columns subtract."""
     errors = torch.zeros_like(block)
     pivots = upper.diagonal()
     pruned = torch.zeros_like(block, dtype=torch.bool)
@@ -95,14 +95,14 @@ def _prune_block(block: Tensor, upper: Tensor, sparsity: Sparsity) -> Tensor:
 
 
 def _least(worth: Tensor, share: float) -> Tensor:
-    """The least `share` of every row."""
+    """Mask of the least `share` of every row."""
     count = round(share * worth.shape[1])
     pruned = torch.zeros_like(worth, dtype=torch.bool)
     return pruned.scatter_(1, worth.topk(count, dim=1, largest=False).indices, True)
 
 
 def _least_of_groups(worth: Tensor, sparsity: Sparsity) -> Tensor:
-    """All but the best `kept` of every `group` neighbours."""
+    """Mask of all but the best `kept` of every `group` neighbours."""
     groups = worth.reshape(-1, sparsity.group)
     pruned = torch.ones_like(groups, dtype=torch.bool)
     return pruned.scatter_(1, groups.topk(sparsity.kept, dim=1).indices, False).view_as(worth)

@@ -38,7 +38,7 @@ METHODS: tuple[str, ...] = get_args(Method)
 PRUNING: tuple[str, ...] = get_args(Pruning)
 CODING: tuple[str, ...] = get_args(Coding)
 ALONE = ("structured", "svd", "whitened-svd")
-"""Methods of `tightfit compress` that make other matrices of all, and are no steps."""
+"""Methods of `tightfit compress` that replace all matrices by others, and so cannot be a step."""
 CALIBRATED = ("gptq", "round", "awq", "smoothquant", "spqr", "wanda", "sparsegpt")
 """Methods that look at the inputs of layers."""
 KINDS = ("nf4", "mxfp4", "nvfp4", "binary", "fp8")
@@ -48,7 +48,7 @@ SETTLED: dict[str, dict[str, Any]] = {
     "llm.int8": {"bits": 8, "group": 0, "symmetric": True, "numbers": "int", "activations": None},
     "spqr": {"group": SPQR_GROUP, "symmetric": False, "numbers": "int", "activations": None},
 }
-"""Options that a method leaves no choice of."""
+"""Options whose values a method fixes."""
 PRUNING_OPTIONS = ("sparsity", "pattern")
 NUMBERS = ("bits", "group", "symmetric")
 INPUTS = ("activations", "static")
@@ -67,7 +67,7 @@ USED: dict[str, tuple[str, ...]] = {
     "wanda": PRUNING_OPTIONS,
     "sparsegpt": (*PRUNING_OPTIONS, "damping"),
 }
-"""The options that a method looks at; others would be passed over, so they are refused."""
+"""The options that a method uses; others would have no effect, so they are refused."""
 MOST_SEED = 2**32 - 1
 
 
@@ -89,14 +89,14 @@ class Step:
     """SmoothQuant's; searched where it is None."""
     activations: Literal["int8", "fp8"] | None = None
     static: Literal["minmax", "percentile", "kl", "mse"] | None = None
-    """How calibration finds the one scale of a layer's inputs; None: a scale per token, as they come."""
+    """How calibration finds the one scale of a layer's inputs; None: a scale per token, computed at run time."""
     outlier_share: float = 0.01
     sparsity: float = 0.5
     """The share of weights that pruning makes zero."""
     pattern: str | None = None
     """N:M instead: of every M neighbouring inputs, N stay, such as 2:4."""
     steps: int = 200
-    """Of learned rounding (round), for each layer."""
+    """Optimizer steps of learned rounding (round), for each layer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Step:
 
     @property
     def kept_of_group(self) -> tuple[int, int] | None:
-        """N and M of the pattern, where there is one that can be."""
+        """N and M of the pattern; None where there is none or it is malformed."""
         found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", self.pattern or "")
         kept, group = (int(part) for part in found.groups()) if found else (0, 0)
         return (kept, group) if kept < group else None
@@ -138,7 +138,7 @@ class Step:
         return any(fnmatchcase(layer, pattern) for pattern in self.layers)
 
     def scheme(self) -> Scheme | None:
-        """How it codes weights; None where it does not."""
+        """How the step codes weights; None where it does not."""
         if self.method not in CODING:
             return None
         is_static = self.static is not None
@@ -172,12 +172,12 @@ class Recipe:
                 )
 
     def require_effect(self, layers: Collection[str]) -> None:
-        """Refuse a step that does nothing, as one for some layers before one for all."""
+        """Refuse a step without effect, such as one for some layers before one for all."""
         for number, step in enumerate(self.steps):
             if self._is_overruled(number, layers):
                 raise UserError(
-                    f"step {number + 1} ({_told(step)}) decides nothing, as the last step that names a layer decides, "
-                    "and later ones name all of its; put it after them, or drop it"
+                    f"step {number + 1} ({_step_text(step)}) decides nothing, as the last step that names a layer "
+                    "decides, and later ones name all of its; put it after them, or drop it"
                 )
 
     def _is_overruled(self, number: int, layers: Collection[str]) -> bool:
@@ -221,11 +221,11 @@ class Recipe:
         return any(step.method in CALIBRATED or step.static is not None for step in self.steps)
 
     def describe(self) -> str:
-        """One line, in the order in which things are done."""
-        return ", then ".join(_told(step) for step in sorted(self.steps, key=_turn))
+        """One line, with steps in the order in which they are done."""
+        return ", then ".join(_step_text(step) for step in sorted(self.steps, key=_order_of))
 
     def fingerprint(self) -> str:
-        """What makes two recipes the same."""
+        """Text that is equal for equal recipes."""
         return json.dumps([asdict(step) for step in self.steps], sort_keys=True)
 
 
@@ -235,12 +235,12 @@ def _unknown(method: str) -> str:
     return f"method {method!r} is unknown; use one of {', '.join(METHODS)}, or alone {', '.join(ALONE)}"
 
 
-def _turn(step: Step) -> int:
+def _order_of(step: Step) -> int:
     """The whole model is rotated first, and matrices are pruned before they are coded."""
     return 0 if step.method == "rotate" else 1 if step.method in PRUNING else 2
 
 
-def _told(step: Step) -> str:
+def _step_text(step: Step) -> str:
     scheme = step.scheme()
     if step.method in PRUNING:
         coded = f"{step.method} {step.pattern or f'{step.sparsity:.0%}'}"
@@ -252,7 +252,7 @@ def _told(step: Step) -> str:
 
 
 def recipe_of(method: str, **options: Any) -> Recipe:
-    """The recipe of `--method`, such as gptq or wanda+gptq; options but pruning's are the last step's."""
+    """The recipe of `--method`, such as gptq or wanda+gptq; options other than pruning's go to the last step."""
     names = method.split("+")
     given = {name: value for name, value in options.items() if value is not None}
     sparse = {name: given.pop(name) for name in PRUNING_OPTIONS if name in given}
@@ -306,7 +306,7 @@ def _patterns(named: Any, source: str) -> tuple[str, ...]:
 
 
 def _checked_value(name: str, value: Any, field: Any, source: str) -> Any:
-    """Numbers where numbers belong: a YAML file can say anything."""
+    """`value`, refused where its type does not suit the option: a YAML file can hold anything."""
     told = ""
     if name in ("bits", "group", "steps", "seed"):
         ok, told = isinstance(value, int) and not isinstance(value, bool), "a whole number"

@@ -9,7 +9,7 @@ from tightfit.compress.cost import CompressionCost
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The relative errors of one layer's matrices and of the layer (see LayerResult), and what it took."""
+    """The relative errors of one layer's matrices and of the layer (see LayerResult), and the seconds it took."""
 
     index: int
     errors: dict[str, float]
@@ -19,7 +19,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class CompressionReport:
-    """What was done, layer by layer, what it was said to cost and what it did cost."""
+    """What was done, layer by layer, its predicted and its measured cost."""
 
     path: Path
     recipe: str
@@ -33,8 +33,8 @@ class CompressionReport:
 
 
 Beside = Callable[[CompressionReport, Path], None]
-"""Writes what lies beside the weights into their directory, before this gets its name: a kill loses neither."""
+"""Writes further files, such as the report, into the directory of the weights before this gets its final name."""
 
 
 def nothing_beside(report: CompressionReport, folder: Path) -> None:
-    """Weights alone."""
+    """Write no further files."""

@@ -51,7 +51,7 @@ class Rewritten:
 
 
 class LayerRewriting(ABC):
-    """One job: checked when it is made, and its cost announced; nothing is written before `run`."""
+    """One job: the constructor checks it and announces its cost; nothing is written before `run`."""
 
     def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
         job.require()
@@ -90,7 +90,7 @@ class LayerRewriting(ABC):
 
     @abstractmethod
     def prepare(self) -> list[int]:
-        """Whatever has to be known of all layers first; the layers that stay, by their old numbers."""
+        """Gather what a first pass over all layers has to find; the old numbers of the layers that stay."""
 
     @abstractmethod
     def written_spec(self) -> ModelSpec:
@@ -110,7 +110,7 @@ class LayerRewriting(ABC):
 
     @abstractmethod
     def method_name(self) -> str:
-        """What is done, as the ledger of compressing knows it (memory.py)."""
+        """The method's name in the ledger of compressing (memory.py)."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -118,7 +118,7 @@ class LayerRewriting(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """What makes two such jobs the same."""
+        """Options of the method: a run is resumed only with equal ones."""
 
     def changed_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """The result's config.json."""
@@ -159,7 +159,7 @@ class LayerRewriting(ABC):
         return self._finish(reports, resumed, probe.kl(self.parts.head(), stream))
 
     def _follow(self, probe: LossProbe, begin: int, end: int) -> int:
-        """Take the probe through the original's layers from `begin` on, also those that go; returns `end`."""
+        """Send the probe through the original's layers [begin, end), also those that are cut; returns `end`."""
         for index in range(begin, end):
             probe.follow(self.parts.layer(index), index)
         return end

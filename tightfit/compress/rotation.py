@@ -1,6 +1,6 @@
 """Hadamard rotation of the residual stream: outliers of single channels are spread over all of them.
 
-RMSNorm without weight does not see a rotation, so with norms folded into the layers after them
+RMSNorm without weight commutes with a rotation, so with norms folded into the layers after them
 
     embed → embed · R,   W_in → W_in · diag(norm) · R,   W_out → Rᵀ · W_out,   head → head · diag(norm) · R
 
@@ -24,11 +24,11 @@ from tightfit.models.norm import RmsNorm
 from tightfit.models.spec import ModelSpec
 
 READERS = ("gate", "up", "router", "shared_gate")
-"""What reads the normed residual stream in an MLP."""
+"""Modules of an MLP that read the normed residual stream."""
 
 
 def rotated_spec(spec: ModelSpec) -> ModelSpec:
-    """The shape of the rotated model."""
+    """The shape of the rotated model; refuse models that cannot be rotated."""
     reasons = {
         "LayerNorm, which takes a mean": spec.norm == "layer",
         "norms after its layers": spec.sandwich_norms,
@@ -77,18 +77,18 @@ class Rotation:
                 self._turn_inputs(module.up, layer.mlp_norm)
                 module.down.copy_(self._moved(self.stream, module.down).T @ module.down.double())
         for norm in (layer.attention_norm, layer.mlp_norm):
-            _forget(norm)
+            _reset(norm)
 
     @torch.no_grad()
     def turn_embedding(self, model: Decoder) -> None:
-        """The embedding of a model whose output projection is its own."""
+        """Rotate the embedding of a model whose output projection is its own."""
         model.embed.weight.copy_(model.embed.weight.double() @ self._moved(self.stream, model.embed.weight))
 
     @torch.no_grad()
     def turn_head(self, model: Decoder) -> None:
-        """The final norm and the output projection."""
+        """Fold the final norm into the output projection and rotate that."""
         self._turn_inputs(model.head.weight, model.norm)
-        _forget(model.norm)
+        _reset(model.norm)
 
     def _turn_inputs(self, weight: Tensor, norm: nn.Module) -> None:
         assert isinstance(norm, RmsNorm)
@@ -112,7 +112,7 @@ class Rotation:
         return matrix.to(like.device)
 
 
-def _forget(norm: nn.Module) -> None:
-    """A norm whose weight has been folded into the layers after it."""
+def _reset(norm: nn.Module) -> None:
+    """Reset the weight of a norm that has been folded into the layers after it."""
     assert isinstance(norm, RmsNorm)
     norm.weight.fill_(1.0 - norm.offset)

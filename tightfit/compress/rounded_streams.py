@@ -1,8 +1,8 @@
-"""Calibration rows through models rounded to nearest, of which one layer is in memory at a time.
+"""Calibration rows through models rounded to nearest, with one layer in memory at a time.
 
-Several mixes of bits share a pass over the files: a layer is read once, rounded as each mix has it, and every mix's
-rows go through. What they lose is told where they meet the final norm and output projection, beside the original's.
-Products are in full float32: what 8 bits lose is little more than what TensorFloat-32 would.
+Several mixes of bits share a pass over the files: a layer is read once, rounded to the bits of each mix, and the rows
+of that mix go through it. After the last layer, their logits are compared with the original's. Products are in full
+float32: what 8 bits lose is little more than what TensorFloat-32 would.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ def units_of_layer(model: Decoder, index: int) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def rounded_to(model: Decoder, index: int, bits: Mix, group: int) -> Iterator[None]:
-    """The model with layer `index` rounded to its units' bits; the weights come back afterwards."""
+    """Layer `index` of `model` rounded to its units' bits while the context lasts; then its weights are restored."""
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
         for unit, names in units_of_layer(model, index).items():
@@ -56,7 +56,7 @@ def rounded_to(model: Decoder, index: int, bits: Mix, group: int) -> Iterator[No
 
 
 class RoundedStreams:
-    """Rows as every mix of bits has them, layer after layer."""
+    """Hidden states of the rows under every mix of bits, layer after layer."""
 
     def __init__(self, start: Sequence[Tensor], mixes: Sequence[Mix], group: int) -> None:
         self.mixes, self.group = mixes, group
@@ -64,7 +64,7 @@ class RoundedStreams:
 
     @torch.no_grad()
     def follow(self, model: Decoder, index: int) -> None:
-        """Go through layer `index`, which `model` has as it was, as every mix has it."""
+        """Send every mix's rows through layer `index`, rounded to its bits; `model` has the original layer."""
         layer = layer_of(model, index)
         for bits, stream in zip(self.mixes, self.streams, strict=True):
             with rounded_to(model, index, bits, self.group):
@@ -72,13 +72,13 @@ class RoundedStreams:
                     stream[number] = layer_output(model, layer, x)
 
     def divergences(self, head: Decoder, known: Sequence[Tensor]) -> list[float]:
-        """KL(original ‖ mix) a token of every mix; `known` is what the original's last layer gave."""
+        """KL(original ‖ mix) a token of every mix; `known` are the outputs of the original's last layer."""
         return divergences(head, known, self.streams)
 
 
 @torch.no_grad()
 def embedded(parts: ModelParts, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Rows [1, T] as the first layer gets them."""
+    """Embeddings of rows [1, T], the first layer's inputs."""
     model = parts.embedding()
     return [model.embed_tokens(tokens, model.token_positions(tokens, None, None)) for tokens in rows]
 
@@ -86,7 +86,7 @@ def embedded(parts: ModelParts, rows: Sequence[Tensor]) -> list[Tensor]:
 def measured_losses(
     parts: ModelParts, rows: Sequence[Tensor], mixes: Sequence[Mix], group: int, known: Sequence[Tensor]
 ) -> list[float]:
-    """KL(original ‖ mix) a token of every mix on `rows`, after whose last layer the original has `known`."""
+    """KL(original ‖ mix) a token of every mix on `rows`, for which the original's last layer outputs `known`."""
     streams = RoundedStreams(embedded(parts, rows), mixes, group)
     for index in range(parts.spec.layers):
         streams.follow(parts.layer(index), index)

@@ -5,8 +5,8 @@ scales, ŵ = Σ_g s_g v_g with v_g = q − Z in group g and 0 elsewhere, and the
 
     (w − Σ s_g v_g) H (w − Σ s_g v_g)ᵀ,    least where  A s = b,   A_gh = v_g H v_hᵀ,   b_g = v_g H wᵀ
 
-One small system a row. Scales are rounded to what is stored, and a row takes its new ones only where its error falls,
-so no row is worse than before. Integers with a scale per group or row alone have such scales.
+One small system per row. Scales are rounded to the format in which they are stored, and a row takes new scales only
+where its error falls. Only integers with a scale per group or row are refitted.
 
 Where no inputs were seen, H is the identity and every group has an equation of its own: s = ⟨v, w⟩ / ⟨v, v⟩. Weights
 are denser near zero than far from it, so of those that round to a code more lie below it than above, and s is a little
@@ -25,8 +25,8 @@ from tightfit.models.quantized.rounding import store_scales
 from tightfit.models.quantized.scheme import Scheme
 
 REFITTED_BITS = 3
-"""Up to so many, rounding to nearest fits its scales to the codes: SmolLM2 in 3 bits has 5 to 7 % less perplexity by
-it, in 4 bits none (docs/LOG.md)."""
+"""Up to this width, rounding to nearest refits its scales to the codes: SmolLM2 in 3 bits has 5 to 7 % less perplexity
+by it, in 4 bits none (docs/LOG.md)."""
 RIDGE = 1e-4
 """Share of A's mean diagonal that is added to it: groups whose codes are nearly all zero leave it near singular."""
 
@@ -40,20 +40,20 @@ def nearest_fitted(
 
 
 def refit_scales(coded: CodedWeight, weight: Tensor, hessian: Tensor | None = None) -> CodedWeight:
-    """`coded` with the scales that leave least of tr(Δ H Δᵀ) against the original `weight`; of ‖Δ‖² without H."""
+    """`coded` with the scales of least tr(Δ H Δᵀ) against the original `weight`; of least ‖Δ‖² without H."""
     if coded.scheme.kind != "int" or coded.scheme.group < 0 or coded.coded_scales or coded.outliers is not None:
         return coded
     return _for_weights(coded, weight) if hessian is None else _for_outputs(coded, weight, hessian)
 
 
 def _for_weights(coded: CodedWeight, weight: Tensor) -> CodedWeight:
-    assert coded.group_of is None, "groups lie where they were"
+    assert coded.group_of is None, "without inputs, groups are in order"
     values = in_groups(_values(coded), coded.scheme)
     squares = values.square().sum(-1)
     product = values.mul_(in_groups(weight, coded.scheme)).sum(-1)
     refitted = store_scales(product / squares, coded.scheme).scale
     better = refitted * (refitted * squares - 2 * product) < coded.scale * (coded.scale * squares - 2 * product)
-    # Codes that are all zero have no better one.
+    # A group whose codes are all zero keeps its scale: 0 / 0 compares as no better.
     return replace(coded, scale=torch.where(better, refitted, coded.scale))
 
 
@@ -98,5 +98,5 @@ def _by_group(products: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _error(scale: Tensor, quadratic: Tensor, linear: Tensor) -> Tensor:
-    """s A sᵀ − 2 b sᵀ of every row: its error but for what no scale changes."""
+    """s A sᵀ − 2 b sᵀ of every row: its error up to the constant w H wᵀ."""
     return torch.einsum("rg,rgh,rh->r", scale, quadratic, scale) - 2 * (linear * scale).sum(1)

@@ -24,7 +24,7 @@ def is_two_of_four(weight: Tensor) -> bool:
 
 
 def use_sparse_products(model: nn.Module) -> int:
-    """Put every 2:4 weight of linear layers on the GPU into sparse form; how many there were."""
+    """Put every 2:4 weight of linear layers on the GPU into sparse form; the number of weights changed."""
     changed = 0
     for module in model.modules():
         if not isinstance(module, nn.Linear) or not is_two_of_four(module.weight):

@@ -1,21 +1,21 @@
-"""How much loss each set of linear layers adds when rounded to so many bits: a backward pass, a forward a width.
+"""How much loss each set of linear layers adds when rounded to a width: one backward pass, a forward pass per width.
 
 A change Δ of a weight moves the model's predictions, to second order, by (Fisher information; labels drawn from the
-model's own predictions, so that the loss's gradient g = ∂L/∂y has no mean)
+model's own predictions, so that the loss's gradient g = ∂L/∂y has mean zero)
 
     KL ≈ ½ · mean over tokens of (gᵀ Δ x)² ≈ ½ · mean over tokens of Σ_oj g_o² · Δ_oj² · x_j²
 
 where errors of different weights are taken to be independent, as those of rounding to nearest nearly are. Inputs and
 gradients of a token belong together: the few tokens with huge activations have next to no gradient, and the product of
 separate means, ½ · Σ mean g_o² · Δ_oj² · mean x_j², takes the layers behind them to be many times as sensitive as they
-are. What remains is a factor for the error's size and for layers that perturb one another; so for every width the model
-with all layers at that width is measured, and the estimates of that width are scaled to add up to it. What is predicted
-is KL to the original, which is what the loss rises by where the original is well calibrated. GPTQ comes out better than
-rounding to nearest, so the estimate is then an upper one.
+are. The estimates are still off by a factor, for the error's size and for layers that perturb one another; so for every
+width the KL of the model with all layers at that width is measured, and the estimates of that width are scaled to add
+up to it. Predicted is KL to the original, by which the loss rises where the original is well calibrated. GPTQ loses
+less than rounding to nearest, so for GPTQ the estimate is an upper one.
 
-One layer is in memory at a time. The rows go forward through the original and through every width, and what each layer
-of the original had for inputs is kept; then layers are read once more from the last to the first, each computed again
-from those inputs for the gradients that come back (memory: measuring_memory.py).
+One layer is in memory at a time. The rows go forward through the original and through every width, and the inputs of
+every layer of the original are kept; then layers are read once more from the last to the first, and each is recomputed
+from its kept inputs for its backward pass (memory: measuring_memory.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ Losses = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Expected KL by unit and bits, the measured KL of every width for all, and what the original's last layer gave."""
+    """Expected KL by unit and bits, measured KL of every width for all units, outputs of the original's last layer."""
 
     losses: Losses
     uniform: Mapping[int, float]
@@ -54,7 +54,7 @@ def measure_sensitivities(
     widths: Sequence[int] = WIDTHS,
     say: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """Of the model in `parts` on calibration rows [1, T] each."""
+    """Measure the model in `parts` on calibration rows [1, T] each."""
     kept, streams = _forward(parts, rows, widths, group)
     reference, head = kept.pop(), parts.head()
     uniform = dict(zip(widths, streams.divergences(head, reference), strict=True))
@@ -71,7 +71,7 @@ def measure_sensitivities(
 def _forward(
     parts: ModelParts, rows: Sequence[Tensor], widths: Sequence[int], group: int
 ) -> tuple[list[list[Tensor]], RoundedStreams]:
-    """Inputs of every layer of the original, and what its last one gave; the rows behind all layers of every width."""
+    """Inputs of every layer of the original and outputs of its last one; the rows after all layers at every width."""
     kept = [embedded(parts, rows)]
     streams = RoundedStreams(kept[0], [dict.fromkeys(units(parts.spec), bits) for bits in widths], group)
     for index in range(parts.spec.layers):
@@ -82,7 +82,7 @@ def _forward(
 
 
 def _gradients_of_drawn(head: Decoder, reference: Sequence[Tensor]) -> list[Tensor]:
-    """Of the loss of labels drawn from the model's predictions, summed over tokens, by what the last layer gave."""
+    """Gradients, by the last layer's outputs, of the summed loss on labels drawn from the model's own predictions."""
     generator = torch.Generator(device=reference[0].device).manual_seed(0)
     return [
         torch.cat([_gradient_of_drawn(head, chunk, generator) for chunk in chunks(head, x)]).view_as(x)
@@ -101,24 +101,24 @@ def _gradient_of_drawn(head: Decoder, x: Tensor, generator: torch.Generator) -> 
 def _backward(
     parts: ModelParts, kept: list[list[Tensor]], gradients: list[Tensor], widths: Sequence[int], group: int
 ) -> dict[str, dict[int, float]]:
-    """Estimates by unit and width, before they are scaled; `kept` and `gradients` are used up."""
+    """Estimates by unit and width, before they are scaled; empties `kept` and overwrites `gradients`."""
     found: dict[str, dict[int, float]] = {}
     for index in reversed(range(parts.spec.layers)):
         model, inputs = parts.layer(index), kept.pop()
         named = units_of_layer(model, index)
         pairs = {name: _Pairs(weight_of(model, name)) for names in named.values() for name in names}
-        tokens = _through_gradients(model, index, inputs, gradients, pairs)
+        tokens = _layer_backward(model, index, inputs, gradients, pairs)
         for unit, names in named.items():
             estimates = [pairs.pop(name).estimates(widths, group) for name in names]
             found[unit] = {bits: sum(each[bits] for each in estimates) / tokens for bits in widths}
     return found
 
 
-def _through_gradients(
+def _layer_backward(
     model: Decoder, index: int, inputs: Sequence[Tensor], gradients: list[Tensor], pairs: Mapping[str, "_Pairs"]
 ) -> int:
-    """Gradients of a layer's outputs become those of its inputs, and `pairs` see both sides; how many tokens."""
-    model.requires_grad_(False)  # gradients of weights would be the layer once more
+    """Backward through one layer: `gradients` of outputs become those of inputs, `pairs` fill; the number of tokens."""
+    model.requires_grad_(False)  # gradients of weights would take the layer's memory once more
     handles = [model.get_submodule(name).register_forward_hook(each.follow) for name, each in pairs.items()]
     try:
         for number, x in enumerate(inputs):
@@ -132,13 +132,13 @@ def _through_gradients(
 
 
 class _Pairs:
-    """Σ over tokens of g_o² · x_j² of a linear layer; its passes fill it."""
+    """Σ over tokens of g_o² · x_j² of a linear layer, filled by hooks on its forward and backward pass."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight, self.sums = weight, torch.zeros_like(weight)
 
     def follow(self, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-        """A forward hook: wait for the gradient of what was made of this input."""
+        """A forward hook: keep the input until the gradient of its output arrives."""
         inputs = arguments[0].detach()
         output.register_hook(lambda gradient: self._add(inputs, gradient.detach()))
 
@@ -156,6 +156,6 @@ class _Pairs:
 
 
 def _scaled(estimates: Losses, uniform: Mapping[int, float]) -> dict[str, dict[int, float]]:
-    """Estimates of every width that add up to what all layers at that width lose."""
+    """`estimates` scaled so that those of every width add up to the loss of all layers at that width."""
     factors = {bits: kl / max(sum(each[bits] for each in estimates.values()), SMALLEST) for bits, kl in uniform.items()}
     return {unit: {bits: factors[bits] * kl for bits, kl in each.items()} for unit, each in estimates.items()}

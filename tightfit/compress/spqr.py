@@ -1,9 +1,9 @@
-"""SpQR: a few weights kept as they are, the rest in small groups whose scales are coded too (Dettmers et al. 2023).
+"""SpQR: a few weights kept in float16, the rest in small groups whose scales are coded too (Dettmers et al. 2023).
 
 Columns are rounded as GPTQ does, in groups of 16 inputs. Before a group is rounded, its outliers are set aside: weights
 whose rounding would cost more than a threshold, (w − q(w))² / [U_jj]², where U is the factor of H⁻¹. The group's range
 is then that of the others; its scales and zero points, in 3 bits each, share a range over 16 rows. Outliers are stored
-sparsely in float16. The threshold is that of a wanted share of outliers, measured on the unrounded matrix.
+sparsely in float16. The threshold is the one that the wanted share of the unrounded matrix's weights exceeds.
 There is no low-rank part.
 """
 
@@ -62,7 +62,7 @@ def spqr(weight: Tensor, hessian: Tensor, scheme: Scheme, options: SpqrOptions |
 
 
 def _sensitivity(block: Tensor, factor: Tensor, scheme: Scheme) -> Tensor:
-    """What rounding each weight of a group costs."""
+    """The cost of rounding each weight of a group, (w − q(w))² / [U_jj]²."""
     plain = Scheme(bits=scheme.bits, group=0, symmetric=False)
     return (fit_grid(block, plain).code(block).dequantize() - block).div(factor).square()
 

@@ -1,11 +1,11 @@
-"""Structured pruning of one layer: whole heads, MLP channels and experts go, and what stays is an ordinary layer.
+"""Structured pruning of one layer: whole heads, MLP channels and experts are removed; an ordinary layer remains.
 
 | part | its worth | measured on |
 |---|---|---|
 | layer | 1 − cos(x, layer(x)), mean over tokens (Block Influence; Men et al. 2024) | the residual stream |
 | key/value head with its queries | tr(O_g H_gg O_gᵀ): squared output it adds | inputs of the output projection |
 | MLP channel j | ‖down_j‖² · H_jj | inputs of `down` |
-| expert | the sum of the weights routed to it; of every group equally many stay | the router |
+| expert | the sum of its routing weights; every group keeps equally many | the router |
 
 When columns K of a matrix stay, the least squares fit makes up for the others: W' = W H[:, K] (H[K, K] + λI)⁻¹, the
 least tr((W − W'S) H (W − W'S)ᵀ) there is, S selecting K. Every layer keeps equally many of each, as configs have
@@ -94,7 +94,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def cut_spec(spec: ModelSpec, kept: KeptShape, layers: Sequence[int]) -> ModelSpec:
-    """The shape of what stays; `layers` are those that do, by their old numbers."""
+    """The shape of the cut model; `layers` are the layers that stay, by their old numbers."""
     ratio = spec.heads // spec.kv_heads
     heads = spec.heads if kept.heads is None else kept.heads
     experts = spec.experts
@@ -122,7 +122,7 @@ def block_influence(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> floa
 
 
 def refit(weight: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
-    """The columns `kept` of a matrix [outputs, inputs], changed so that they make up for those that go."""
+    """The columns `kept` of a matrix [outputs, inputs], changed so that they make up for the removed ones."""
     wide, moment = weight.double(), hessian.double()
     own = moment[kept][:, kept]
     own.diagonal().add_(DAMPING * own.diagonal().mean().clamp(min=1e-30))
@@ -152,7 +152,7 @@ def cut_layer(model: Decoder, index: int, kept: KeptShape, inputs: Sequence[Tens
 
 
 class _LayerCut:
-    """A layer whose lost parts are zero until the end, so that it runs in its old shape."""
+    """A layer while it is cut: removed parts are zeroed, so that it runs in its old shape, until `state` drops them."""
 
     def __init__(self, model: Decoder, layer: Layer, inputs: Sequence[Tensor]) -> None:
         self.model, self.layer, self.inputs = model, layer, inputs
@@ -225,12 +225,12 @@ class _LayerCut:
 
 
 def _spread(groups: Tensor, size: int) -> Tensor:
-    """The places of all elements of some groups of `size`."""
+    """Indices of all elements of `groups`, each of `size` elements."""
     return (groups[:, None] * size + torch.arange(size, device=groups.device)).flatten()
 
 
 def best_experts(worth: Tensor, count: int, groups: int) -> Tensor:
-    """The numbers of the `count` experts of the greatest worth, as many of each group, in order."""
+    """Indices, ascending, of the `count` experts of the greatest worth, equally many from each group."""
     places = worth.view(groups, -1).topk(count // groups).indices.sort().values
     firsts = torch.arange(groups, device=worth.device) * (len(worth) // groups)
     return (firsts[:, None] + places).flatten()

@@ -28,33 +28,33 @@ WORK_FILE = "work.json"
 
 
 class WorkingDirectory:
-    """Unfinished work for `target`, of `shards` files; `with` it, ours alone."""
+    """Unfinished work for `target`, of `shards` files; the `with` statement locks it for this process."""
 
     def __init__(self, target: Path, work: dict[str, Any], shards: int) -> None:
         require_new(target)
         self.target, self.work, self.shards = target, work, shards
         self.path = target.parent / f".compressing-{target.name}"
-        self._held = ExitStack()
+        self._lock = ExitStack()
 
     def __enter__(self) -> Self:
         with self.writing(self.target.parent):
             self.target.parent.mkdir(parents=True, exist_ok=True)
-        self._held.enter_context(locked_beside(self.target))
+        self._lock.enter_context(locked_beside(self.target))
         try:
             self._begin(self.work)
         except BaseException:
-            self._held.close()
+            self._lock.close()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.path.is_dir() and not self._has_shards():
             shutil.rmtree(self.path, ignore_errors=True)
-        self._held.close()
+        self._lock.close()
 
     @contextmanager
     def writing(self, path: Path | None = None) -> Iterator[None]:
-        """What a full disk, or one that cannot be written, stops is a sentence; what is finished stays."""
+        """Turn errors of a full or unwritable disk into a UserError; finished shards stay."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -85,12 +85,12 @@ class WorkingDirectory:
             )
 
     def _refuse_foreign(self) -> None:
-        """A sentence for somebody's files, which would go into the result, or away with work that came to nothing."""
+        """Refuse a directory with foreign files: they would get into the result, or be deleted with empty work."""
         if not (self.path / WORK_FILE).exists() and any(self.path.iterdir()):
             raise UserError(f"{self.path} is there and is no work of tightfit; remove it, or write elsewhere")
 
     def _has_shards(self) -> bool:
-        """Whether anything is finished, of this work or of another."""
+        """Whether any shard is finished, of this work or of another."""
         return any(self.path.glob("*.safetensors"))
 
     def shard(self, number: int) -> Path:
@@ -106,13 +106,13 @@ class WorkingDirectory:
             return False
 
     def write(self, number: int, tensors: dict[str, Tensor], notes: dict[str, Any] | None = None) -> None:
-        """Write a shard, with notes that `notes` gives back."""
+        """Write a shard, with `notes` in its metadata."""
         metadata = {"format": "pt"} | ({"tightfit": json.dumps(notes)} if notes else {})
         with self.writing(self.shard(number)), durable_file(self.shard(number)) as temporary:
             save_tensors(tensors, temporary, metadata=metadata)
 
     def notes(self, number: int) -> dict[str, Any]:
-        """What was noted with a shard."""
+        """The notes that were written with a shard."""
         with safe_open(self.shard(number), framework="pt") as file:
             found: dict[str, Any] = json.loads((file.metadata() or {}).get("tightfit", "{}"))
         return found
@@ -125,7 +125,7 @@ class WorkingDirectory:
     def finish(self, beside: Callable[[Path], None]) -> None:
         """Write the index and rename everything to the target, which exists whole from then on.
 
-        `beside` writes what else belongs to it, while a kill still leaves unfinished work that the next run ends.
+        `beside` writes further files before the rename, when a kill still leaves work that the next run resumes.
         """
         names: dict[str, str] = {}
         total = 0
@@ -140,6 +140,6 @@ class WorkingDirectory:
         flush_tree(self.path)
         if os.path.lexists(self.target):
             raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")
-        os.rename(self.path, self.target)  # with the work file: a kill in between leaves work that is known as such
+        os.rename(self.path, self.target)  # with the work file, so that work killed before this can still be resumed
         (self.target / WORK_FILE).unlink()
         flush(self.target.parent)

@@ -1,13 +1,13 @@
-"""A trained adapter on disk: a PEFT directory that also says which model it is of, and so is a model.
+"""A trained adapter on disk: a PEFT directory that also names the model it was trained on, so it loads as a model.
 
     adapter_config.json  adapter_model.safetensors     A and B as PEFT has them
     base.json                                          the frozen model: where it is, a digest of it, how it was held
     config.json  tokenizer.json …                      its shape and tokenizer
 
 PEFT and `tightfit serve --adapter` read the first two. `load_model` reads all: the frozen model as it was held in
-training. What the adapter adds is multiplied out and added to plain weights, and stands beside packed ones. Where a
-module of theirs holds several of ours (Phi-3's qkv), A's are stacked and B is block-diagonal, with a rank and an alpha
-of its own.
+training. The adapter's product B A is added to plain weights; packed ones keep the adapter as a branch beside them.
+Where a Hugging Face module holds several of tightfit's (Phi-3's qkv), their A's are stacked and B is block-diagonal,
+with a rank and an alpha of its own.
 """
 
 import hashlib
@@ -40,11 +40,11 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tensor_file import save_tensors
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
-"""A and B by the name of our layer."""
+"""A and B by the decoder's module name."""
 
 
 def weights_digest(path: Path) -> str:
-    """A digest of the model in a file or directory: of its weights, and of what it is an adapter of."""
+    """A digest of the model in a file or directory: of its weight files, and of an adapter's base.json."""
     patterns = ("*.safetensors", "sharded/*.distcp", BASE_FILE)
     files = [path] if path.is_file() else sorted(found for each in patterns for found in path.glob(each))
     hashed = hashlib.sha256()
@@ -56,7 +56,7 @@ def weights_digest(path: Path) -> str:
 def write_adapter(
     folder: Path, spec: ModelSpec, matrices: Matrices, base: BaseModel, *, rank: int, alpha: float, dropout: float
 ) -> None:
-    """adapter_config.json, adapter_model.safetensors and base.json into an existing directory."""
+    """Write adapter_config.json, adapter_model.safetensors and base.json into an existing directory."""
     tensors: dict[str, Tensor] = {}
     targets: dict[str, int] = {}
     transposed = False
@@ -88,7 +88,7 @@ def write_adapter(
 
 
 def _adapted_modules(spec: ModelSpec, names: Iterable[str]) -> Iterator[tuple[TensorMap, list[str]]]:
-    """Their modules that have an adapter, and which of ours in them do."""
+    """Maps of Hugging Face modules that have an adapter, each with those of the decoder's modules in it that do."""
     wanted = set(names)
     for mapping in _projections(spec, _shapes(spec)):
         own = [name for ours in mapping.ours if (name := ours.removesuffix(".weight")) in wanted]
@@ -99,12 +99,12 @@ def _adapted_modules(spec: ModelSpec, names: Iterable[str]) -> Iterator[tuple[Te
 def _inside_layer(module: str) -> str:
     """`self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
     parts = module.split(".")
-    number = next(at for at, part in enumerate(parts) if part.isdigit())
+    number = next(index for index, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + 1 :])
 
 
 def _joined(mapping: TensorMap, own: list[str], matrices: Matrices, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """A and B of their module: A's one above the other, and of B a block for each of ours."""
+    """A and B of a Hugging Face module: the A's of the decoder's modules in it stacked, their B's as a diagonal."""
     if len(mapping.ours) == 1:
         return matrices[own[0]]
     shapes = _shapes(spec)
@@ -115,14 +115,14 @@ def _joined(mapping: TensorMap, own: list[str], matrices: Matrices, spec: ModelS
         name, rows = ours.removesuffix(".weight"), shapes[ours][0]
         block = a.new_zeros(rows, len(a))
         if name in own:
-            at = own.index(name) * rank
-            block[:, at : at + rank] = matrices[name][1]
+            first = own.index(name) * rank
+            block[:, first : first + rank] = matrices[name][1]
         blocks.append(block)
     return a, torch.cat(blocks)
 
 
 def read_matrices(folder: Path, spec: ModelSpec, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of our layers `names`, as `write_adapter` had them."""
+    """A and B of the decoder's modules `names`, as `write_adapter` was given them."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     shapes = _shapes(spec)
     with _reading(folder / WEIGHTS_FILE) as tensors:
@@ -136,17 +136,17 @@ def read_matrices(folder: Path, spec: ModelSpec, names: Iterable[str]) -> dict[s
             for ours in mapping.ours:
                 name, rows = ours.removesuffix(".weight"), shapes[ours][0]
                 if name in own:
-                    at = own.index(name) * rank
-                    found[name] = a[at : at + rank], b[row : row + rows, at : at + rank]
+                    first = own.index(name) * rank
+                    found[name] = a[first : first + rank], b[row : row + rows, first : first + rank]
                 row += rows
     return found
 
 
 @torch.no_grad()
 def add_adapter(model: Decoder, folder: Path) -> None:
-    """Make of `model`, which has the weights an adapter was trained on, what was trained.
+    """Add the adapter in `folder` to `model`, which has the weights it was trained on.
 
-    Plain weights are added to, in float32; packed layers stay as they are and get the adapter beside them.
+    Plain weights get B A added, in float32; packed layers become a `LinearPlusAdapter`.
     """
     wide = load_adapter(folder, model, torch.float32)
     narrow = wide.to(next(model.parameters()).dtype)
@@ -155,6 +155,6 @@ def add_adapter(model: Decoder, folder: Path) -> None:
         layer = layers.get(name)
         if isinstance(layer, QuantizedLinear):
             replace_module(model, f"{name}.weight", LinearPlusAdapter(layer, narrow.changes[name]))
-        elif layer is not None:  # which other ranks of a pipeline may have
+        elif layer is not None:  # None: another pipeline rank has it
             assert isinstance(layer, torch.nn.Linear)
             layer.weight.copy_(layer.weight.float().addmm(change.up, change.down))

@@ -1,5 +1,5 @@
-"""Attention of a layer's queries to keys that are all there, with sinks or without: what layers do with no cache, and
-what those who keep keys and values elsewhere (parallel/context.py, serve/cache/paged.py) do with the keys they have."""
+"""Masked attention of a layer's queries to given keys, with or without sinks: for layers, and for code that keeps keys
+and values elsewhere (parallel/context.py, serve/cache/paged.py)."""
 
 from typing import NotRequired, TypedDict, Unpack
 
@@ -10,13 +10,13 @@ from tightfit.kernels.sink_attention import sink_attention
 
 
 class AttentionSettings(TypedDict):
-    """How a layer's queries and keys make weights; whoever takes a layer's attention takes these on as they are."""
+    """How a layer turns queries and keys into attention weights; code that replaces its attention has to apply all."""
 
     scale: float
     window: int | None
     softcap: NotRequired[float | None]
     sinks: NotRequired[Tensor | None]
-    """A score of each head that stands beside the keys' and has no value."""
+    """[heads]: a learned score per head in the softmax, beside those of the keys and without a value vector."""
 
 
 def attend_masked(

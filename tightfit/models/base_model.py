@@ -1,4 +1,4 @@
-"""BaseModel: the frozen model that an adapter on disk is of, as base.json beside it says; without torch."""
+"""BaseModel: the frozen model that an adapter on disk was trained on, from base.json beside it; without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """The model that an adapter is of."""
+    """The model that an adapter was trained on: its source and a digest of its weights."""
 
     source: str
     digest: str
     scheme: dict[str, Any] | None = None
-    """How its plain linear layers were rounded as they were loaded, as fields of a Scheme."""
+    """How its plain linear layers were rounded on loading, as fields of a Scheme; None where they were not."""
     dtype: str = "float32"
-    """Of its numbers before they were rounded."""
+    """The dtype in which its weights were loaded, before any rounding."""
 
     @property
     def rounding(self) -> Scheme | None:
@@ -36,7 +36,7 @@ def is_adapted(directory: Path) -> bool:
 
 
 def read_base(directory: Path) -> BaseModel:
-    """What base.json says."""
+    """The base.json in `directory`, checked."""
     path = directory / BASE_FILE
     content = read_json(path, LARGEST_RECORD_BYTES, "a base model", remedy="copy the checkpoint again")
     try:

@@ -36,7 +36,7 @@ def blank_decoder(
     # as `to_empty`, whose `empty_like` of a meta tensor imports sympy (a second)
     model = model.to(dtype)._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
     if spec.tied:
-        model.head.weight = model.embed.weight  # that untied them
+        model.head.weight = model.embed.weight  # `_apply` has untied them
     return model
 
 
@@ -58,7 +58,7 @@ def whole_parameters(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_complete(model: Decoder) -> bool:
-    """Whether nothing is missing of it: no layers on other ranks of a pipeline, no ends that are not there yet."""
+    """Whether all layers, embedding, norm and head are in `model`: a pipeline rank, or a part of it, lacks some."""
     ends = (model.embed, model.norm, model.head)
     return len(model.layers) == model.spec.layers and all(end is not None for end in ends)
 

@@ -1,12 +1,12 @@
-"""ChatTemplate: a model's Jinja template, rendered in a sandbox that bounds what it reaches, takes and makes.
+"""ChatTemplate: a model's Jinja template, rendered in a sandbox that bounds its access, its work and its output.
 
 The environment is that of transformers (trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now`,
 `{% generation %}`), so texts are the same; a test compares them on templates people use. Beyond its sandbox, which
-forbids underscored attributes and changes to what is passed in, all work is paid for (`template_limits.py`): operators
-and calls as the sandbox hands them over, loops, slices and joined texts through filters that the template's tree is
-rewritten to use, so nothing is folded into a constant of gigabytes while it is compiled either.
-Tried instead: a process with a time limit, which costs more than the rendering; a signal, which no single allocation
-can be interrupted by and which belongs to the main thread.
+forbids underscored attributes and changes to what is passed in, all work is paid for from a budget
+(`template_limits.py`): operators and calls where the sandbox intercepts them, loops, slices and concatenations through
+filters that the template's syntax tree is rewritten to use, so the compiler cannot fold a constant of gigabytes either.
+Alternatives tried: a process with a time limit, which costs more than the rendering; a signal, which cannot interrupt
+a single allocation and works in the main thread alone.
 """
 
 import json
@@ -41,7 +41,7 @@ from tightfit.models.template_limits import (
 
 LONGEST_TEMPLATE = 200_000
 LONGEST_TEXT, LONGER = 2**20, 4
-"""What a rendering may come to: so many characters, and so many times those of the messages. A tokenizer takes some 250
+"""The most characters of a rendering: LONGEST_TEXT, and LONGER times those of the messages. A tokenizer takes some 250
 bytes for each."""
 COSTLY_FILTERS = ("urlize", "pprint", "random", "xmlattr", "striptags")
 """No template of a model uses them, and their work is not in proportion to their input, or differs each time."""
@@ -60,7 +60,7 @@ class ChatTemplate:
             raise UserError(f"the model's chat template cannot be used: {_why(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **values: Any) -> tuple[str, list[Span]]:
-        """The conversation as one text, and the stretches of it that the template marks with `{% generation %}`."""
+        """The conversation as one text, and the spans of it that the template marks with `{% generation %}`."""
         characters = sum(len(text) for message in messages for text in message.values() if isinstance(text, str))
         spans: list[Span] = []
         pieces: list[str] = []
@@ -108,15 +108,15 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_noted"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_record_span"), [], [], body).set_lineno(line)
 
-    def _noted(self, caller: Macro) -> str:
-        said = caller()
+    def _record_span(self, caller: Macro) -> str:
+        text = caller()
         pieces, spans = _marks.get()
         start = sum(map(len, pieces))
         spend(len(pieces))
-        spans.append((start, start + len(said)))
-        return said
+        spans.append((start, start + len(text)))
+        return text
 
 
 class _Namespace(Namespace):
@@ -180,7 +180,7 @@ def _refuse_power(left: Any, right: Any) -> None:
 
 
 class _Metered(NodeTransformer):
-    """Rewrites loops, slices and joined texts to go through filters that are paid for."""
+    """Rewrites loops, slices and concatenations to go through filters that are paid for."""
 
     def __init__(self, environment: _Environment) -> None:
         self.environment = environment
@@ -228,7 +228,7 @@ def _deep(node: nodes.Expr) -> nodes.Expr:
 
 
 def _value(value: Any) -> Any:
-    """What is compared, hashed or printed, paid for as deep as it is."""
+    """`value`, which is about to be compared, hashed or printed, paid for with everything nested in it."""
     if isinstance(value, list | tuple | dict | set):
         spend_deep(value)
     elif isinstance(value, str):
@@ -256,7 +256,7 @@ def _concat(parts: Iterable[Any]) -> str:
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that is paid for; Jinja's own markers of what it wants passed first stay on it."""
+    """A filter or test that is paid for; keeps Jinja's mark on functions that get a context (`jinja_pass_arg`)."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)

@@ -43,7 +43,7 @@ def digest(path: Path) -> str:
 
 
 def write_checksums(folder: Path) -> None:
-    """checksums.json of all tensor files below `folder`."""
+    """Write the checksums.json of all tensor files below `folder`."""
     found = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
     _write(folder / NAME, {path.relative_to(folder).as_posix(): path for path in found})
 
@@ -54,7 +54,7 @@ def list_beside(file: Path) -> Path:
 
 
 def write_file_checksum(file: Path) -> None:
-    """The list beside a file that stands alone."""
+    """Write the list beside a file that stands alone."""
     _write(list_beside(file), {file.name: file})
 
 

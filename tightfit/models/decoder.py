@@ -47,7 +47,7 @@ class Implementations:
 
 
 class Attend(Protocol):
-    """Attention of one layer, given by whoever keeps keys and values elsewhere."""
+    """Replaces the attention of layers, for code that keeps keys and values elsewhere (paged cache, context ranks)."""
 
     def __call__(
         self,
@@ -57,7 +57,7 @@ class Attend(Protocol):
         value: Tensor,
         **settings: Unpack[AttentionSettings],
     ) -> Tensor:
-        """Of query [B, heads, T, D] and the new key, value [B, kv_heads, T, D]; made is [B, heads, T, D]."""
+        """Attention [B, heads, T, D] of query [B, heads, T, D]; key and value [B, kv_heads, T, D] are the new ones."""
 
 
 @dataclass
@@ -68,11 +68,11 @@ class ForwardContext:
     rope_tables: dict[Rope, tuple[Tensor, Tensor]]
     cache: KeyValueCache | None
     attend: Attend | None = None
-    """Takes the place of cache and attention."""
+    """Replaces cache and attention where given."""
     attend_latent: AttendLatent | None = None
-    """The same for latent attention, where small vectors of tokens are kept instead of keys and values."""
+    """The same for latent attention, where tokens' latent vectors are kept instead of keys and values."""
     heads_multiple: int = 1
-    """`attend` takes some of the key heads as well, if so many or a multiple of it."""
+    """`attend` may be called with a part of the heads, if its number of key heads is a multiple of this."""
 
     def attended(self, layer: "Attention | LatentAttention", query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one layer to what is cached and new, [B, heads, T, D]; by `attend` where that is given."""
@@ -85,14 +85,14 @@ class ForwardContext:
 
 
 class LossTarget(Protocol):
-    """What a micro-batch shall learn besides its labels, made before the forward pass."""
+    """What a micro-batch learns from besides its labels (a teacher's predictions), made before the forward pass."""
 
     def loss(self, model: "Decoder", x: Tensor, labels: Tensor, divisor: float | Tensor | None) -> Tensor:
         """The summed loss of normed hidden states x [B, T, H], in the place of `Decoder.loss`."""
 
 
 Objective = Callable[[Tensor, Tensor | None], LossTarget]
-"""From tokens and documents to what they teach."""
+"""Makes the LossTarget of a micro-batch from its tokens and documents."""
 
 
 @dataclass
@@ -156,7 +156,7 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int, impl: Implementations) -> None:
         super().__init__()
         self.attention_norm = make_norm(spec, impl.norm)
-        # Latent attention has no k and v: whatever takes attention apart is refused for it (jobs/rules).
+        # Latent attention has no modules k and v: features that need them are refused for it (jobs/rules).
         kind = Attention if spec.latent is None else cast(type[Attention], LatentAttention)
         self.attention = kind(spec, layer, impl)
         self.attention_post_norm = make_norm(spec, impl.norm) if spec.sandwich_norms else None
@@ -188,7 +188,7 @@ class Decoder(nn.Module):
         if spec.tied:
             self.head.weight = self.embed.weight
         self.objective: Objective | None = None
-        """What training minimises instead of cross entropy alone; evaluation never asks it."""
+        """What training minimises instead of cross entropy alone; evaluation does not use it."""
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """Embeddings of texts: the mean over positions of the decoder's last normed states, scaled to length one.
 
-A decoder trained to continue texts is no trained embedding model; what it gives is good enough to find like by like.
+A decoder trained to continue texts is no trained embedding model; its states are good enough to find similar texts.
 """
 
 from collections.abc import Sequence

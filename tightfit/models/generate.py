@@ -142,9 +142,9 @@ def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> T
 def sample_rows(
     model: Decoder, first: Tensor, length: int, sampling: Sampling, told: Callable[[int], None] = lambda done: None
 ) -> Tensor:
-    """Token rows [B, length] that begin with the tokens `first` [B] and go on whatever comes, past ends of text too.
+    """Token rows [B, length] that begin with the tokens `first` [B]; an end-of-text token does not end its row.
 
-    `told` hears how many tokens of a row there are.
+    `told` is called with the number of tokens per row so far.
     """
     weight = model.embed.weight
     generator = torch.Generator(weight.device).manual_seed(sampling.seed)

@@ -2,7 +2,7 @@
 
 What is downloaded is chosen by name: config, tokenizer and safetensors, never code or pickled weights. It goes through
 huggingface_hub into that package's own cache, so nothing is fetched twice and a second run needs no network. A plan
-asks for the config alone.
+downloads the config alone.
 """
 
 import re
@@ -27,7 +27,7 @@ def is_hub_name(source: str) -> bool:
 
 
 def hub_hint(source: str) -> str | None:
-    """What to write for `source`, which is no file, where it looks like a name on the hub."""
+    """Advice for a `source` that is no file but looks like a name on the hub; else None."""
     return f"to download it from the Hugging Face hub, write {PREFIX}{source}" if NAMED.fullmatch(source) else None
 
 

@@ -1,13 +1,13 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, 2024): queries, keys and values made of small vectors per token.
+"""Multi-head latent attention (MLA, DeepSeek-V2, 2024): queries, keys and values from a small latent vector per token.
 
     [c, r] = x · W_kv_a          c of kv_rank numbers, r of rope_dim
     k_h = [norm(c) · W_k_h, rope(r)],   v_h = norm(c) · W_v_h,   q_h = [q_h, rope(q'_h)]
 
-The rotated part of a key is one for all heads. Rope's pairs are neighbours in the stored weights (x₀ x₁, x₂ x₃, …);
-ours are halves apart, so the rotated parts of queries and keys are reordered alike, which their products do not notice.
+All heads share the rotated part of a key. Rope's pairs are neighbours in the stored weights (x₀ x₁, x₂ x₃, …), but half
+the rotated part apart for `rope`, so queries and keys are reordered alike, which leaves their products unchanged.
 Attention itself is that of every other family, over heads of `head_dim`; values are narrower and padded with zeros for
-it. Whoever keeps only norm(c) and rope(r) of a token (serve/cache/latent.py) is given those and the weights that keys
-and values are made with (`Expansion`). Limits: the cache of one generation (cache.py) holds expanded keys and values;
+it. A cache of latent vectors [norm(c), rope(r)] (serve/cache/latent.py) is given these and the weights that expand
+them into keys and values (`Expansion`). Limits: the cache of one generation (cache.py) holds expanded keys and values;
 heads are not split over tensor ranks.
 """
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tightfit.models.decoder import ForwardContext, Implementations
 
 NORM_EPS = 1e-6
-"""Of the norms of small vectors, whatever the model's own is."""
+"""ε of the norms of latent vectors, whatever the model's own is."""
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """What makes keys and values of a token's small vector [norm(c), rope(r)]."""
+    """The weights that expand a token's latent vector [norm(c), rope(r)] into keys and values."""
 
     keys: Tensor
     """[heads, head_dim − rope_dim, kv_rank]"""
@@ -39,7 +39,7 @@ class Expansion:
     """[heads, value_dim, kv_rank]"""
 
     def expanded(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and padded values, [B, heads, T, head_dim], of small vectors [B, T, kv_rank + rope_dim]."""
+        """Keys and padded values, [B, heads, T, head_dim], of latent vectors [B, T, kv_rank + rope_dim]."""
         compressed, rotated = vectors.split([self.keys.shape[2], vectors.shape[2] - self.keys.shape[2]], dim=-1)
         key, value = (compressed[:, None] @ weight.mT for weight in (self.keys, self.values))
         key = torch.cat([key, rotated[:, None].expand(-1, key.shape[1], -1, -1)], dim=-1)
@@ -47,10 +47,10 @@ class Expansion:
 
 
 class AttendLatent(Protocol):
-    """Latent attention of one layer, given by whoever keeps small vectors of tokens."""
+    """Replaces the latent attention of layers, for a cache that keeps the latent vectors of tokens."""
 
     def __call__(self, layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float) -> Tensor:
-        """[B, heads, T, value_dim] of query [B, heads, T, head_dim] and new small vectors [B, T, …]."""
+        """Attention [B, heads, T, value_dim] of query [B, heads, T, head_dim]; `vectors` [B, T, …] are the new ones."""
 
 
 class LatentAttention(nn.Module):

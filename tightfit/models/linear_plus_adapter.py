@@ -1,9 +1,9 @@
-"""LinearPlusAdapter: a linear layer that cannot be added to, its weight being packed, and what an adapter adds to it.
+"""LinearPlusAdapter: a linear layer whose packed weight cannot be changed, and an adapter as a branch beside it.
 
     y = W x + b + B (A x)        A [r, in], B [out, r] with the adapter's scale in it
 
-So a run of adapters over a packed model is loaded as it was trained: packed. Plain layers are added to instead
-(models/adapted.py). A's of layers that share an input may be one tensor, and are held once.
+So an adapter that was trained on a packed model is loaded as it was trained: with packed weights. Plain weights get B A
+added instead (models/adapted.py). Layers that share an input may share one tensor A.
 """
 
 import torch
@@ -29,7 +29,7 @@ class LinearPlusAdapter(nn.Module):
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """The layer's own."""
+        """The bias of `base`."""
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,11 +37,11 @@ class LinearPlusAdapter(nn.Module):
         return y + F.linear(F.linear(x, self.down), self.up)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that it multiplies by: the sum, made in float32."""
+        """W + B A, summed in float32."""
         wide = self.base.dequantize(torch.float32)
         return wide.addmm_(self.up.float(), self.down.float()).to(dtype)
 
 
 def base_of(layer: nn.Module) -> nn.Module:
-    """The layer itself, without what an adapter adds."""
+    """The layer without the adapter beside it."""
     return layer.base if isinstance(layer, LinearPlusAdapter) else layer

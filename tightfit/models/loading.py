@@ -41,7 +41,7 @@ from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 SMOLLM2 = "smollm2-135m-instruct"
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALLEST_DTYPE_BYTES = 2
-"""Of what weights are read from."""
+"""Bytes a number of the smallest dtype that plain weights are stored in."""
 SMALLEST_QUANTIZED_BYTES = 1 / 8
 """One bit a weight."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -55,9 +55,9 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     source: str
     rounded: bool = False
-    """Whether its weights are what a GGUF file rounded to a few bits stands for."""
+    """Whether its weights come from a GGUF file with quantized matrices."""
     exact: bool = False
-    """Whether it is to be computed in the numbers it was loaded in, 4-bit products too."""
+    """Whether all products are in the dtype it was loaded in: no kernels that round inputs to multiply packed codes."""
 
 
 def load_model(
@@ -69,10 +69,10 @@ def load_model(
     verified: bool = True,
     coded_gguf: bool = False,
 ) -> LoadedModel:
-    """The model at `source` with its weights cast to `dtype`; quantized ones stay so, unless not `packed`.
+    """The model at `source` with its weights cast to `dtype`; quantized weights stay packed, unless not `packed`.
 
-    Weights that came with checksums are `verified`. With `coded_gguf`, 4-bit matrices of GGUF files stay in their codes
-    too where this CPU multiplies by those.
+    Weights that came with checksums are `verified`. With `coded_gguf`, 4-bit matrices of GGUF files stay in codes, too,
+    where this CPU has a kernel for them.
     """
     path = weights_path(source)
     if path.is_file():
@@ -89,7 +89,7 @@ def load_model(
     if packed and is_adapted(path) and (base := packed_base(path)) is not None:
         if verified:
             verify_weights(path)
-        return LoadedModel(_beside_packed(path, base, device, dtype, verified=verified), tokenizer, source)
+        return LoadedModel(_load_beside_packed(path, base, device, dtype, verified=verified), tokenizer, source)
     if packed and (is_quantized(path) or is_low_rank(path)):
         if verified:
             verify_weights(path)
@@ -118,7 +118,7 @@ def _require_room_for(spec: ModelSpec, path: Path) -> None:
 
 
 def load_into(model: Decoder, source: str, *, verified: bool = True) -> None:
-    """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards take their rows."""
+    """Fill a decoder of the shape of `source` with its weights, cast to the decoder's dtype; shards get their part."""
     path = weights_path(source)
     if verified:
         verify_source(source)
@@ -151,14 +151,14 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
 
 
 def packed_base(path: Path) -> BaseModel | None:
-    """The model that the adapter in `path` is of, where that was packed in training; None where it was plain."""
+    """The model that the adapter in `path` was trained on, if it was packed in training; None if it was plain."""
     base = read_base(path)
     folder = weights_path(base.source)
     is_packed = base.rounding is not None or (folder.is_dir() and not is_adapted(folder) and is_quantized(folder))
     return base if is_packed else None
 
 
-def _beside_packed(
+def _load_beside_packed(
     path: Path, base: BaseModel, device: str | torch.device, dtype: torch.dtype, *, verified: bool = True
 ) -> Decoder:
     """The model that an adapter was trained on, packed as it was then, and the adapter beside its layers."""
@@ -191,10 +191,10 @@ def _require_unchanged(path: Path, base: BaseModel) -> None:
 
 @torch.no_grad()
 def _fill_adapted(model: Decoder, path: Path) -> None:
-    """The weights that an adapter was trained on, with what it adds; where ranks cut matrices, put together first."""
+    """Fill `model` with the weights an adapter was trained on plus B A; for sharded parameters, summed whole first."""
     base, state = read_base(path), whole_state(model)
     if base.rounding is not None:
-        return _copy_whole(_expanded(_beside_packed(path, base, "cpu", torch.float32)), state)
+        return _copy_whole(_expanded(_load_beside_packed(path, base, "cpu", torch.float32)), state)
     _require_unchanged(path, base)
     is_cut = any(is_shard(each) for each in state.values())
     whole = blank_decoder(model.spec, "cpu", next(model.parameters()).dtype) if is_cut else model
@@ -205,7 +205,7 @@ def _fill_adapted(model: Decoder, path: Path) -> None:
 
 
 def _copy_whole(tensors: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-    """Into what this rank has of a model."""
+    """Copy whole tensors into the parameters, or shards of them, that this rank has in `state`."""
     for name, tensor in tensors:
         if not state[name].is_meta:
             copy_whole(state[name], tensor)
@@ -226,7 +226,7 @@ def digest_of(source: str) -> str:
 
 
 def verify_weights(path: Path) -> None:
-    """Compare the weight files of a directory with its checksums, where it has some; of pieces, each rank its share."""
+    """Compare the weight files of a directory with its checksums, if it has some; each rank takes a share of pieces."""
     whole, pieces = (sorted(path.glob(pattern)) for pattern in ("*model*.safetensors", "sharded/*.distcp"))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         pieces = pieces[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
@@ -234,7 +234,7 @@ def verify_weights(path: Path) -> None:
 
 
 def has_sharded(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds its tensors in the pieces that ranks had."""
+    """Whether a checkpoint holds its tensors in pieces, as torch.distributed.checkpoint writes them."""
     return (checkpoint / "sharded" / ".metadata").is_file()
 
 
@@ -242,7 +242,7 @@ def has_weights(source: str) -> bool:
     """Whether `source` is more than a shape."""
     if source in PRESETS:
         return False
-    path = _located(source)
+    path = _source_path(source)
     if path.is_file():
         return path.suffix != ".json"
     return has_sharded(path) or is_adapted(path) or any((path / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
@@ -252,15 +252,15 @@ def source_spec(source: str) -> ModelSpec:
     """The shape of the model at `source`: anything that `load_model` takes, a preset, or a config.json."""
     if source in PRESETS:
         return resolve_spec(source)
-    path = _located(source)
+    path = _source_path(source)
     if path.is_file() and path.suffix != ".json":
         return gguf_spec(GgufFile(path))
     return resolve_spec(str(path) if path.exists() else source)
 
 
 def source_format(source: str) -> str:
-    """What most weights of the model at `source` are in, in the words of a plan: of a GGUF file its own type."""
-    path = _located(source)
+    """The format of most weights at `source`, by its name in plans: a GGUF file's commonest type, else bf16."""
+    path = _source_path(source)
     if not path.is_file():
         return "bf16"
     elements: Counter[str] = Counter()
@@ -284,12 +284,12 @@ def load_source_tokenizer(source: str) -> Tokenizer:
 
 
 def find_source_tokenizer(source: str) -> Tokenizer | None:
-    """The same, or None where none comes with it; one that is damaged is an error all the same."""
-    path = _located(source)
+    """The tokenizer that comes with the model at `source`, or None; a damaged one is an error all the same."""
+    path = _source_path(source)
     return load_gguf_tokenizer(GgufFile(path)) if path.is_file() else _directory_tokenizer(path)
 
 
-def _located(source: str) -> Path:
+def _source_path(source: str) -> Path:
     """The file or directory that `source` means, whether or not it exists."""
     if source == SMOLLM2:
         return smollm2_path()
@@ -302,7 +302,7 @@ def weights_path(source: str) -> Path:
     """The GGUF file or the directory with weights at `source`."""
     if source in PRESETS:
         raise UserError(f"{source} is a preset, and a preset has no weights; name a directory or a GGUF file that has")
-    path = _located(source)
+    path = _source_path(source)
     if not path.exists():
         known = f"give a directory with config.json and safetensors, a run directory, a GGUF file or {SMOLLM2}"
         raise UserError(f"there is no model at {source!r}; {hub_hint(source) or known}")
@@ -319,7 +319,7 @@ def weight_file_bytes(source: str) -> int:
     path = weights_path(source)
     if path.is_file():
         return path.stat().st_size
-    named = list(path.glob("*model*.safetensors"))  # beside what an optimizer keeps
+    named = list(path.glob("*model*.safetensors"))  # other .safetensors are the optimizer's
     return sum(file.stat().st_size for file in named or path.rglob("*") if file.suffix in SUFFIXES)
 
 

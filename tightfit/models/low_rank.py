@@ -97,7 +97,7 @@ def _is_matrix(link: TensorMap, shapes: Mapping[str, Tensor]) -> bool:
 
 
 class LowRankDirectory:
-    """The files of a factored model, found to have the model's names and shapes."""
+    """The files of a factored model, whose names and shapes are checked against the model's."""
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         self.path, self.shapes = directory, shapes_of(spec)

@@ -24,7 +24,7 @@ from tightfit.models.routing import choose, scored, z_loss
 from tightfit.models.spec import Experts, ModelSpec
 
 Beside = Callable[[], Tensor] | None
-"""What is computed beside the routed experts; on several ranks, while tokens travel."""
+"""Computes the shared expert beside the routed ones; on several ranks, while tokens are exchanged."""
 
 
 class Mlp(nn.Module):
@@ -66,7 +66,7 @@ class ExpertWeights(nn.Module):
         self.up_bias: nn.Parameter | None = None
         self.down_bias: nn.Parameter | None = None
         self.adds_down_bias = True
-        """Of ranks whose results are summed, one adds it; on others its gradient is zero."""
+        """Of ranks whose results are summed, one adds `down_bias`; on others its gradient is zero."""
         if spec.mlp_bias:
             self.gate_bias, self.up_bias = (nn.Parameter(torch.zeros(count, width)) for _ in range(2))
             self.down_bias = nn.Parameter(torch.zeros(count, hidden_size))
@@ -78,7 +78,7 @@ class ExpertWeights(nn.Module):
         return self.compute(tokens, weights, routing), beside() if beside is not None else None
 
     def compute(self, tokens: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        """Σ_j weights[t, j] · expert(tokens[t]) over the experts that are here."""
+        """Σ_j weights[t, j] · expert_j(tokens[t]) over the experts on this rank."""
         gate, up, down = (_dense(stack) for stack in (self.gate, self.up, self.down))
         biases = None
         if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
@@ -87,7 +87,7 @@ class ExpertWeights(nn.Module):
 
 
 def _dense(stack: Tensor | Iterable[Tensor]) -> Tensor:
-    """All experts' matrices in one tensor; quantized ones are expanded for the length of a layer."""
+    """All experts' matrices in one tensor; quantized ones are dequantized while the layer runs."""
     return stack if isinstance(stack, Tensor) else torch.stack(tuple(stack))
 
 
@@ -157,5 +157,5 @@ class RoutedMlp(nn.Module):
 
 
 def _added(total: Tensor | None, more: Tensor) -> Tensor:
-    """In place, as a captured step adds to the same memory every time it is replayed."""
+    """total + more, in place, as a CUDA graph of a step adds to the same memory every time it is replayed."""
     return more.clone() if total is None else total.to(more.device).add_(more)

@@ -1,8 +1,8 @@
 """Reading a checkpoint in pieces without running anything that is in it.
 
 The index of torch.distributed.checkpoint (`.metadata`) is a pickle, which torch (2.11 to 2.13) reads as it is: a pickle
-can name any function and have it called. And what the index calls bytes rather than a tensor, torch unpickles freely as
-well. `PieceReader` has the index read by `piece_index.py`, which knows tensors and nothing else and checks that pieces
+can name any function and have it called. Entries that the index declares as bytes, not tensors, torch unpickles freely,
+too. `PieceReader` has the index read by `piece_index.py`, which knows tensors and nothing else and checks that pieces
 lie beside it. Tensors themselves torch reads with `weights_only`.
 """
 

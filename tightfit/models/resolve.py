@@ -15,7 +15,7 @@ from tightfit.models.spec import ModelSpec
 
 LARGEST_SIZE = 2**31
 MOST_LAYERS = 100_000
-"""Each of which is looked at."""
+"""Formulas go through the layers one by one."""
 LARGEST_CONFIG_BYTES = 16 * 2**20
 
 
@@ -29,7 +29,7 @@ def resolve_spec(source: str) -> ModelSpec:
     try:
         path = path.expanduser()
         is_folder, found = path.is_dir(), path.is_file()
-    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, nobody's home
+    except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, an unknown user's home
         is_folder = found = False
     if is_folder:
         path = newest_checkpoint(path, source)
@@ -44,7 +44,7 @@ def resolve_spec(source: str) -> ModelSpec:
 
 
 def newest_checkpoint(path: Path, source: str) -> Path:
-    """`path`, which `source` means; of a run its newest complete checkpoint."""
+    """`path`, or its newest complete checkpoint where it is a run; errors call it `source`."""
     is_run = (path / "checkpoints").is_dir() and not (path / "config.json").exists()
     if not is_run:
         return path
@@ -91,7 +91,7 @@ def _fix(source: str) -> str:
 
 
 def refuse_adapter(path: Path) -> None:
-    """A sentence where a directory holds LoRA weights and no model."""
+    """Refuse a directory that holds LoRA weights and no model."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise UserError(
             f"{path} is an adapter (LoRA), weights to be added to a model; merge them with peft (`merge_and_unload`, "

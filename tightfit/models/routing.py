@@ -29,7 +29,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, experts: Experts, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of every token's experts, [N, k] each."""
+    """Weights and indices of every token's experts, [N, k] each."""
     if correction is None and experts.groups == 1:
         weights, chosen = scores.topk(experts.per_token, dim=-1)
     else:
@@ -42,7 +42,7 @@ def choose(scores: Tensor, experts: Experts, correction: Tensor | None = None) -
 
 
 def _rank(scores: Tensor, experts: Experts, correction: Tensor | None) -> Tensor:
-    """What experts are chosen by; −∞ in groups that are not."""
+    """The scores by which experts are chosen, [N, E]; −∞ in groups that are not chosen."""
     ranked = scores if correction is None else scores + correction.float()
     if experts.groups == 1:
         return ranked

@@ -1,4 +1,4 @@
-"""Models on disk for others: a Hugging Face directory or a GGUF file, written whole or not at all."""
+"""Export of models to other programs: a Hugging Face directory or a GGUF file, written whole or not at all."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ class Export:
 
 
 def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:
-    """config.json, weights and tokenizer in Hugging Face layout, into an existing directory."""
+    """Write config.json, weights and tokenizer in Hugging Face layout into an existing directory."""
     write_config(folder, model.spec, tokenizer, dtype or model.embed.weight.dtype)
     save_weights(model, folder, dtype=dtype)
     if tokenizer is not None:
@@ -48,7 +48,7 @@ def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype
 
 
 def write_config(folder: Path, spec: ModelSpec, tokenizer: Tokenizer | None, dtype: torch.dtype) -> None:
-    """config.json alone."""
+    """Write config.json alone."""
     special = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config = config_from_spec(spec, dtype=str(dtype).removeprefix("torch."), extra=special)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -72,7 +72,7 @@ def export_model(
         else:
             from tightfit.models.gguf.model import write_gguf
 
-            list_beside(target).unlink(missing_ok=True)  # of a file that was there before
+            list_beside(target).unlink(missing_ok=True)  # the list of an earlier file of this name
             write_gguf(loaded.model, loaded.tokenizer, target, dtype)
             write_file_checksum(target)
     files = [target] if target.is_file() else [path for path in target.rglob("*") if path.is_file()]
@@ -107,11 +107,11 @@ def export_adapter(source: str, target: Path, *, verified: bool = True) -> Expor
 
 @contextmanager
 def writing_new(target: Path) -> Iterator[None]:
-    """`target` is made inside, by one process at a time; a full disk or an unwritable place is a sentence."""
+    """Lock `target` while the body creates it; turn errors of a full or unwritable disk into a UserError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
-            require_new(target)  # which another may have made meanwhile
+            require_new(target)  # another process may have made it meanwhile
             yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error

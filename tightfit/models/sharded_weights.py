@@ -1,7 +1,7 @@
 """Sharded weights: the `sharded` folder of a checkpoint (torch.distributed.checkpoint), one shard per rank.
 
-The index says which region of which tensor a shard is, so any layout, and a single process, can load it: without
-communication, and without holding more than its own shards. Tensor names are ours behind a prefix.
+The index says which region of which tensor a shard is, so ranks of any layout, and a single process, can load it:
+without communication, and without holding more than their own shards. Tensor names are the decoder's behind a prefix.
 The index is a pickle; piece_reader.py reads it without running code.
 """
 
@@ -39,7 +39,7 @@ def load_sharded_weights(model: Decoder, checkpoint: Path) -> None:
 
 
 def open_pieces(checkpoint: Path) -> PieceReader:
-    """A reader that knows the index; torch 2.11 would not say what is wrong with that."""
+    """A reader that has read the index; torch 2.11 would not say what is wrong with a damaged one."""
     try:
         return PieceReader(checkpoint / FOLDER)
     except (OSError, ValueError) as error:
@@ -47,11 +47,11 @@ def open_pieces(checkpoint: Path) -> PieceReader:
 
 
 def read_pieces(wanted: Mapping[str, Tensor], checkpoint: Path, reader: PieceReader | None = None) -> None:
-    """Load these tensors (of DTensors, this rank's shards) in place."""
+    """Load the tensors `wanted`, by stored name, in place; of DTensors, this rank's shards."""
     reader = reader or open_pieces(checkpoint)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
             load(dict(wanted), storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise _damaged(checkpoint, error) from None

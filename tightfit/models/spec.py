@@ -55,9 +55,9 @@ class Experts:
     scale: float = 1.0
     """What the weights of a token's experts are multiplied by."""
     groups: int = 1
-    """Experts are in so many groups, in order."""
+    """Number of groups, of equally many consecutive experts."""
     chosen_groups: int = 1
-    """A token's experts are in so many groups: those whose best expert (corrected: whose best two) score highest."""
+    """Number of groups a token's experts come from: those whose best expert (corrected: best two) score highest."""
     router_bias: bool = False
     """Whether the router has a bias (gpt-oss)."""
     corrected: bool = False
@@ -68,9 +68,9 @@ class Experts:
     balance_weight: float = 0.0
     dense_layers: tuple[int, ...] = ()
     z_weight: float = 0.0
-    """Of the router's z-loss, and"""
+    """Multiplies the router's z-loss in training."""
     capacity_factor: float | None = None
-    """how many times its even share of tokens an expert takes, in training (jobs/experts.py); None: all that come."""
+    """How many times its even share of tokens an expert takes in training (jobs/experts.py); None: no limit."""
 
     def capacity(self, tokens: int) -> int | None:
         """Tokens that an expert takes of `tokens`, ⌈factor · k · tokens / count⌉; None where there is no limit."""
@@ -92,19 +92,19 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made of one small vector per token.
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are expanded from one latent vector per token.
 
     `head_dim` of the model is that of queries and keys, of which the last `rope_dim` are rotated; the rotated part of a
     key is the same for all heads.
     """
 
     kv_rank: int
-    """Width of the vector that keys and values are made of."""
+    """Width of the latent vector that keys and values are expanded from."""
     rope_dim: int
     value_dim: int
-    """Of a head's values."""
+    """Width of a head's values."""
     query_rank: int = 0
-    """Width of the vector that queries are made of; 0 where they are made of the hidden state."""
+    """Width of the latent vector that queries are expanded from; 0 where they come from the hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,12 +241,12 @@ class ModelSpec:
 
     @property
     def output_size(self) -> int:
-        """Width of what the output projection of one layer takes in."""
+        """Width of the input of one layer's projection `o`."""
         return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def latent_columns(self) -> int:
-        """Width of all heads' keys (without what is rotated) and values, as latent attention makes them; else 0."""
+        """Width of all heads' keys (without their rotated part) and values in latent attention; 0 in other models."""
         latent = self.latent
         return 0 if latent is None else self.heads * (self.head_dim - latent.rope_dim + latent.value_dim)
 
@@ -307,7 +307,7 @@ class ModelSpec:
 
     @property
     def vocabulary_params(self) -> int:
-        """Parameters of the tokens' embedding, and of the output projection as many."""
+        """Parameters of the token embedding; the output projection has as many."""
         return self.vocab_size * self.hidden_size
 
     @property

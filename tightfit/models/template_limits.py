@@ -1,10 +1,10 @@
-"""What a template may spend: fuel for everything it does, and a clock.
+"""A budget for the rendering of a template: fuel for everything it does, and a time limit.
 
 A chat template is a program of the model's author. Jinja's sandbox keeps it from reaching the machine, but not from
 looping for hours or making a text of gigabytes. Here every piece of work is paid for from one account per rendering:
-a turn of a loop, a call, and every value that is made by its size. What ends an account is an error, so memory and time
-are bounded whatever the template does; a real one uses a few thousandths of it, and the price is some 10 % of the time
-a rendering takes.
+a turn of a loop, a call, and every value that is made by its size. Overdrawing the account is an error, so memory and
+time are bounded whatever the template does; a real one uses a few thousandths of it, and the accounting costs some 10 %
+of the time a rendering takes.
 """
 
 import re
@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 FUEL = 50_000_000
-"""Units of work of one rendering, beside those its input earns: characters made, turns of loops at TURN each."""
+"""Units of work of one rendering (characters made, turns of loops at TURN each), beside those per input character."""
 FUEL_PER_CHARACTER = 64
 TURN = 50
 SECONDS = 10.0
@@ -48,7 +48,7 @@ _account: ContextVar[Account | None] = ContextVar("account", default=None)
 
 @contextmanager
 def limited(input_characters: int) -> Iterator[Account]:
-    """An account for what is rendered inside; inside of another one, that one."""
+    """The account that everything rendered inside pays from; nested uses share the outermost one."""
     if (outer := _account.get()) is not None:
         yield outer
         return
@@ -107,7 +107,7 @@ def paid(value: Any) -> Any:
 
 
 def refuse_growth(name: str, subject: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Pay beforehand for what a method or filter can make of little: widths, repetitions, replacements."""
+    """Pay beforehand for calls that make much of little: methods and filters with widths, repetitions, replacements."""
     given = [*arguments, *options.values()]
     size = sized(subject)
     if name in DEEP:
@@ -133,15 +133,15 @@ WIDE = frozenset(
     {"center", "ljust", "rjust", "zfill", "indent", "expandtabs", "wordwrap", "tojson", "batch", "slice", "round"}
     | {"to_bytes", "truncate"}
 )
-"""What can make as much as a number among its arguments says."""
+"""Methods and filters whose result can be as long as a number among their arguments says."""
 NESTED_WIDTH = re.compile(r"\*|\{[^{}]*\{")
 """A format whose widths are arguments."""
 LINEWISE = frozenset({"indent", "expandtabs", "wordwrap", "tojson"})
-"""What adds to every line, tab or value."""
+"""Those that add this length to every line, tab or value."""
 JOINING = frozenset({"join"})
 FORMATTING = frozenset({"format", "format_map", "__mod__"})
 DEEP = FORMATTING | {"tojson", "string", "join", "sort", "unique", "groupby", "min", "max", "sum", "dictsort", "escape"}
-"""What walks through all of a value."""
+"""Methods and filters that walk through all of a nested value."""
 
 
 def _largest_number(text: str) -> int:

@@ -1,9 +1,9 @@
 """Tokenizer: text to token ids and back, chats through the model's own template, and training a new one.
 
-It wraps transformers' `PreTrainedTokenizerFast`, so whatever we save, every other tool reads. Two things are done our
-own way. Text from users is only ever text: `<|im_end|>` in a document is not the token of that name unless the caller
-says `parse_special=True`. And no class picked by `model_type` rebuilds the tokenizer: where there is a `tokenizer.json`
-it is taken as it stands (transformers 5.22 loads any tokenizer beside a Qwen-2 config with Qwen's normaliser).
+It wraps transformers' `PreTrainedTokenizerFast`, so every other tool reads what it saves. Two things are different from
+transformers. Text from users is only ever text: `<|im_end|>` in a document is not the token of that name unless the
+caller says `parse_special=True`. And no class picked by `model_type` rebuilds the tokenizer: a `tokenizer.json` is
+taken as it stands (transformers 5.22 loads any tokenizer beside a Qwen-2 config with Qwen's normaliser).
 
 The assistant's tokens in a chat are found in the rendered text, not guessed from token patterns: see `chat_spans.py`.
 Not for tokenizers that exist only as Python code: nothing from a model's directory is ever executed.
@@ -41,9 +41,9 @@ REPLACED = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How vocabularies of SentencePiece name a byte."""
 TAKEN = ("self", "messages")
-"""Names that are no settings of a template."""
+"""Names that a user's template settings may not take."""
 LONG_TEXT = 10_000
-"""Characters from which on a text is encoded as a batch of one: the library lets other threads run only then."""
+"""Characters from which on a text is encoded as a batch of one: only then does the library release the GIL."""
 
 
 class Tokenizer:
@@ -115,7 +115,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for tokenizers that give the same ids: a key for caches of tokenized data."""
+        """A digest, equal for tokenizers that give the same ids: a key for caches of tokenized data."""
         parts = [self.to_json(), self.chat_template, [self.eos_id, self.bos_id, self.pad_id]]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -125,7 +125,7 @@ class Tokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once, on all cores."""
-        with _panics_told():
+        with _panics_as_user_errors():
             try:
                 found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
             except TypeError:
@@ -134,11 +134,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 (half a character) show as U+FFFD."""
-        with _panics_told():
+        with _panics_as_user_errors():
             return self._plain.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text, which may be part of a character."""
+        """The bytes that a token adds to a text, which may be part of a character."""
         text = self.decode([token])
         name = self._plain.id_to_token(token) if REPLACED in text else None
         if name is None:
@@ -158,8 +158,8 @@ class Tokenizer:
     ) -> str:
         """The conversation as one text; with `add_generation_prompt` up to where the assistant's answer begins.
 
-        `tools` are functions the model may call, in OpenAI's words, `settings` what else a template may ask for
-        (enable_thinking, …); templates that know none pass over them.
+        `tools` are functions the model may call, in OpenAI's format, `settings` further variables of the template
+        (enable_thinking, …); templates that know none ignore them.
         """
         return self._render(messages, add_generation_prompt, tools, settings)[0]
 
@@ -203,7 +203,7 @@ class Tokenizer:
         return backend
 
     def _encoding(self, text: str, parse_special: bool) -> "tokenizers.Encoding":
-        with _panics_told():
+        with _panics_as_user_errors():
             backend = self._parsing if parse_special else self._plain
             try:
                 return _encoded(backend, text)
@@ -289,8 +289,8 @@ def digits_apart() -> "tokenizers.pre_tokenizers.PreTokenizer":
 
 
 @contextmanager
-def _panics_told() -> Iterator[None]:
-    """What the Rust library fails with (an expression that gives up, a token that is not there) as a sentence."""
+def _panics_as_user_errors() -> Iterator[None]:
+    """Turn failures of the Rust library (an expression that gives up, a token that is not there) into a UserError."""
     try:
         yield
     except (TypeError, UserError, KeyboardInterrupt, SystemExit):
@@ -324,7 +324,7 @@ def _mended(text: str) -> str:
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with its texts mended, if it is one."""
+    """The conversation with its texts mended; refused where a message has no role or no text."""
     if not messages:
         raise UserError("the conversation is empty; give at least one message")
     for index, message in enumerate(messages):

@@ -1,9 +1,9 @@
-"""Looking at a tokenizer.json before the tokenizers library does, which trusts it.
+"""Checks of a tokenizer.json before the tokenizers library reads it, which trusts it.
 
 The library allocates by the largest id, applies replacements one after the other however much each adds, and runs
-regular expressions that can take time without end or end the process. So here ids, sizes and the growth of texts are
-checked in the JSON, and expressions nobody knows are tried once, in a child process with a limit on time and memory, on
-texts that such expressions take longest for.
+regular expressions that can run forever or crash the process. So here ids, sizes and the growth of texts are checked in
+the JSON, and unknown expressions are tried once, in a child process with a limit on time and memory, on texts on which
+such expressions take longest.
 """
 
 import os
@@ -22,7 +22,7 @@ LARGEST_BYTES = 64 * 2**20
 LARGEST_ID = 2**24
 LONGEST_TOKEN = 4096
 MOST_STEPS = 64
-"""Of normalizing, splitting and decoding together."""
+"""The most steps of normalizing, splitting and decoding together."""
 MOST_GROWTH = 16.0
 """How many times longer all replacements together may make a text."""
 GROWTHS = {"NFKD": 3.0, "NFKC": 3.0, "ByteLevel": 2.0, "Prepend": 1.0}
@@ -56,11 +56,11 @@ SIDE_FILES = (
     "spiece.model",
     "config.json",
 )
-"""What transformers reads beside it."""
+"""Files that transformers reads beside tokenizer.json."""
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Refuse what would take more than a tokenizer does; the rest of the mistakes the library finds itself."""
+    """Refuse files that would take too much time or memory; other mistakes the library finds itself."""
     for path in (directory / name for name in (*SIDE_FILES, TOKENIZER)):
         if path.exists() and _size(path) > LARGEST_BYTES:
             raise UserError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB, which no tokenizer's file is")
@@ -137,7 +137,7 @@ def _check_steps(steps: list[dict[str, Any]], path: Path) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times longer a text can become."""
+    """How many times longer this step can make a text."""
     kind, content, pattern = step.get("type"), step.get("content"), step.get("pattern")
     if kind != "Replace" or not isinstance(content, str):
         return GROWTHS.get(kind, 1.0) if isinstance(kind, str) else 1.0
@@ -155,7 +155,7 @@ def _patterns(steps: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _try(path: Path, patterns: list[str]) -> None:
-    """Tokenize what expressions with a weakness take longest for: repetitions that end other than they ask for."""
+    """Tokenize texts on which weak expressions backtrack longest: repetitions whose ending does not match."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
@@ -171,7 +171,7 @@ def survives(work: Callable[[], None], seconds: float, more_bytes: int) -> bool:
     child = os.fork()
     if child == 0:
         _work_and_exit(work, seconds, more_bytes)
-    deadline = time.monotonic() + 10 * seconds  # of a machine that is busy with other things
+    deadline = time.monotonic() + 10 * seconds  # generous, as the machine may be busy
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -183,7 +183,7 @@ def survives(work: Callable[[], None], seconds: float, more_bytes: int) -> bool:
 
 
 def _work_and_exit(work: Callable[[], None], seconds: float, more_bytes: int) -> None:
-    """In the child: nothing of it may return to the parent's program, and nothing it says is shown."""
+    """In the child: do `work` with its output discarded, and exit without returning to the parent's program."""
     try:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
@@ -201,6 +201,6 @@ def _work_and_exit(work: Callable[[], None], seconds: float, more_bytes: int) ->
 
 
 def _data_bytes() -> int:
-    """What the process has of memory of its own."""
+    """Bytes of this process's data and stack."""
     pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()
     return int(pages[5]) * resource.getpagesize()

@@ -1,1 +1,1 @@
-"""GGUF files, llama.cpp's format: reading any, writing what our decoder can be written as."""
+"""GGUF files, llama.cpp's format: read into the decoder, written for the families that `config.WRITTEN` lists."""

@@ -1,12 +1,12 @@
-"""GGUF models whose 4-bit matrices stay in their codes, where a CPU multiplies by those (kernels/int4_linear.py).
+"""GGUF models whose 4-bit matrices stay in codes, where a CPU kernel multiplies by these (kernels/int4_linear.py).
 
-| type | block of 32 numbers | ours |
+| type | block of 32 numbers | CodedWeight |
 |---|---|---|
 | Q4_0 | d, 16 bytes of codes: d · (q − 8) | S = d, symmetric |
 | Q4_1 | d, m, 16 bytes of codes: d · q + m | S = d, Z = −m / d |
 
-Lower halves of the bytes are the first 16 codes, upper ones the others. A block of one number, whose d is 0, becomes
-S = m, Z = −1 with codes of 0. Other types, and matrices that the CPU does not take, are read as float32.
+Low nibbles are the first 16 codes, high nibbles the others. A block whose numbers are all equal has d = 0 and becomes
+S = m, Z = −1 with codes of 0. Other types, and matrices that the CPU's kernel does not take, are read as float32.
 """
 
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ from tightfit.models.quantized.scheme import Scheme
 BLOCK = 32
 SCALE_BYTES = 2
 NUMBERS = {"Q4_0": 1, "Q4_1": 2}
-"""Types that are read as codes, and how many numbers a block has beside them."""
+"""Types that are read as codes, and the float16 numbers that a block has beside its codes."""
 
 
 def load_coded(file: GgufFile, dtype: torch.dtype) -> Decoder:
-    """The model in `file` on the CPU, its 4-bit layers held for that in codes and what is plain in `dtype`."""
+    """The model in `file` on the CPU: 4-bit matrices in codes for its kernel, everything else in `dtype`."""
     spec = gguf_spec(file)
     model = blank_decoder(spec, "meta", dtype)
     sources = matched(model, file)
@@ -63,7 +63,7 @@ def _stays_coded(model: Decoder, name: str, source: Source, file: GgufFile) -> b
 
 
 def _read_codes(file: GgufFile, source: Source, name: str) -> CodedWeight:
-    """The matrix that our parameter `name` is, in codes."""
+    """The codes of the matrix that is the decoder's parameter `name`."""
     kind, spec, interleaved = file.tensors[source.tensor].kind.name, gguf_spec(file), architecture_of(file).interleaved
     parts = _split_blocks(torch.from_numpy(file.read_blocks(source.tensor, source.start, source.stop)), kind)
     parts = {each: ordered_rows(part, name, spec, interleaved) for each, part in parts.items()}

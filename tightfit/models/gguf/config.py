@@ -1,8 +1,8 @@
-"""What a GGUF file's metadata says about the model: as a Hugging Face config to read, from a ModelSpec to write.
+"""The shape of a model in GGUF metadata: read as a Hugging Face config, written from a ModelSpec.
 
 Reading goes through a config dictionary and `spec_from_config`, so a shape is checked in one place whatever it came
 from. What GGUF leaves to llama.cpp's source is filled in here: Gemma's query scale, Llama-3's rope (stored as its
-finished divisors), which tensors mean a bias. Keys that change the computation in ways we do not do are refused.
+finished divisors), which tensors mean a bias. Keys that ask for a computation that the decoder lacks are refused.
 """
 
 import math
@@ -63,7 +63,7 @@ REFUSED = (
 )
 """Keys of models that llama.cpp computes in ways the decoder does not."""
 SCALINGS = ("none", "linear", "yarn")
-"""Rope scalings that metadata alone can say; Llama-3's and LongRoPE are tensors."""
+"""Rope scalings that metadata alone describe; Llama-3's and LongRoPE are stored as tensors."""
 TRAINED = "original_max_position_embeddings"
 META_LENGTH = 8192
 """Positions that every Llama-3 was trained on before its rope was scaled."""
@@ -72,7 +72,7 @@ BLEND_ROUNDING = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One value of `general.architecture`: its family, what its keys are called there, and what goes without saying."""
+    """One value of `general.architecture`: its family, config fields by GGUF key, and `fixed` fields without a key."""
 
     model_type: str
     needed: Mapping[str, str] = field(default_factory=lambda: NEEDED)
@@ -133,7 +133,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def gguf_spec(file: GgufFile) -> ModelSpec:
-    """The shape of the model in `file`, if its tensors can be that model's."""
+    """The shape of the model in `file`; refused where the file's tensors are too few or too small for it."""
     config = _config(file)
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     if isinstance(layers, int) and layers > len(file.tensors):
@@ -177,7 +177,7 @@ def _short(value: Any) -> Any:
 
 
 def _fill_heads(config: dict[str, Any], row: Architecture) -> None:
-    """What GGUF leaves out because llama.cpp derives it, where transformers would take a family's default instead."""
+    """Fill in what GGUF leaves out because llama.cpp derives it; transformers would take a family's default instead."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         values = config.get(name)
         if isinstance(values, list) and len(set(values)) == 1:  # given per layer
@@ -231,8 +231,8 @@ def _vector(file: GgufFile, name: str) -> NDArray[np.float32]:
 
 
 def llama3_rule(divisors: NDArray[np.float32], theta: Any, path: Path) -> dict[str, Any]:
-    """Llama-3's scaling rule from the divisors it gave: with the constants of Meta's models, or else with such as give
-    the same."""
+    """Llama-3's scaling rule from the divisors it gave: with the constants of Meta's models, or else with others that
+    give the same divisors."""
     if not isinstance(theta, float | int) or theta <= 1:
         raise UserError(f"{path} has rope base {theta!r}; it must be above 1")
     if len(divisors) and np.isfinite(divisors).all() and (divisors > 0).all():
@@ -248,13 +248,13 @@ def _gives(rule: dict[str, float], divisors: NDArray[np.float32], theta: float) 
     return np.allclose(divisors, llama3_divisors(len(divisors), theta, rule | {TRAINED: META_LENGTH}), rtol=1e-4)
 
 
-@np.errstate(all="ignore")  # of numbers that no rule gives
+@np.errstate(all="ignore")  # divisors that no rule gives may divide by zero
 def _band(divisors: NDArray[np.float64], theta: float) -> tuple[float, float]:
     """`low_freq_factor` and `high_freq_factor` of divisors, for models trained on META_LENGTH positions.
 
-    The rule knows the three by their ratios alone. Over 1 / wave the blend of frequencies is a line from 0, at `low` /
-    trained, to 1, at `high` / trained. Where fewer than two waves are blended, several lines give these divisors: one
-    of them is the steepest between neighbours.
+    Only the ratios of low, high and trained length matter. Over 1 / wave the blend of frequencies is a line from 0, at
+    `low` / trained, to 1, at `high` / trained. Where fewer than two waves are blended, several lines give these
+    divisors: one of them is the steepest between neighbours.
     """
     inverse_waves = theta ** (-np.arange(len(divisors)) / len(divisors)) / (2 * math.pi)
     factor = divisors[-1]

@@ -36,12 +36,12 @@ SCALARS = {
 }
 """GGUF's value types as numpy's."""
 LEAST_ENTRY_BYTES = 8 + 1 + 4 + 1
-"""Of a metadata entry: the length of its key, a key of one letter, a type, a value of one byte."""
+"""The smallest metadata entry: the length of its key, a key of one letter, a type, a value of one byte."""
 LEAST_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
-"""Of a tensor's description: the length of its name, the name, a count, one dimension, a type, an offset."""
+"""The smallest description of a tensor: the length of its name, the name, a count, one dimension, a type, an offset."""
 MAX_DIMENSIONS = 4
 MAX_VALUE_BYTES = 1 << 28
-"""Of one metadata text or array; the longest there are, vocabularies of 260 000 tokens, take some 4 MB."""
+"""The largest metadata text or array read; the longest published, vocabularies of 260 000 tokens, take some 4 MB."""
 MAX_ARRAY_VALUES = 1 << 23
 """In Python a value takes up to 60 bytes, whatever it takes in the file."""
 
@@ -69,7 +69,7 @@ class StoredTensor:
 
 
 def import_gguf() -> Any:
-    """The gguf package, or the sentence that says how to get it."""
+    """The gguf package, or a UserError that says how to install it."""
     try:
         import gguf
     except ImportError as error:

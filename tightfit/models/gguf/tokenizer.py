@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file's metadata, and our tokenizer as such metadata.
+"""The tokenizer inside a GGUF file's metadata, and a `Tokenizer` as such metadata.
 
 GGUF keeps tokens, merges and the *name* of a pre-tokenizer whose rules live in llama.cpp's source; the rules we know
 are the rows of `SPLITTERS`, each compared with llama.cpp id by id in the tests. Byte-level BPE (`gpt2`) goes both ways;
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LONGEST_TOKEN = 1024
 """Characters; the longest of published vocabularies are runs of some 250 spaces."""
 MOST_CHARACTERS = 2**24
-"""Of a whole vocabulary, and of all ways to make its tokens; one of 260 000 has 2 and 5 million."""
+"""The most in a whole vocabulary, and in the tokens of all its merges; one of 260 000 tokens has 2 and 5 million."""
 MOST_MERGES = 10**6
 """Gemma's 256 000 tokens can be made in 580 000 ways."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
@@ -36,7 +36,7 @@ QWEN2_PATTERN = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
 
 @dataclass(frozen=True)
 class Splitter:
-    """How text is cut before merging: the GGUF names of it (the first is written), and what else goes with it."""
+    """How text is cut before merging: a pre-tokenizer, its GGUF names (the first is written), and its options."""
 
     names: tuple[str, ...]
     make: "Callable[[], tokenizers.pre_tokenizers.PreTokenizer]"
@@ -70,7 +70,7 @@ SPLITTERS = (
 )
 
 BEGINNING = SPLITTERS[2].names
-"""Byte-level tokenizers whose texts begin with a token of their own unless the file says otherwise."""
+"""Byte-level tokenizers whose texts begin with the BOS token unless the file says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _add_special(backend: "tokenizers.Tokenizer", vocabulary: _Vocabulary) -> No
 
 
 def _add_first(backend: "tokenizers.Tokenizer", metadata: dict[str, Any], first: str | None) -> None:
-    """Have texts begin with the token `first` where the model was trained so: the file says, or its kind always is."""
+    """Have texts begin with the BOS token `first` if the file says so, or says nothing and its kind usually does."""
     from tokenizers.processors import TemplateProcessing
 
     usual = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in BEGINNING

@@ -97,7 +97,7 @@ def matched(model: Decoder, file: GgufFile) -> dict[str, Source]:
 
 @torch.no_grad()
 def copy_tensors(model: Decoder, file: GgufFile, sources: Mapping[str, Source]) -> None:
-    """Copy tensors of the file into the parameters of `model` that they are of."""
+    """Copy the file's tensors into the parameters of `model` that `sources` names."""
     state, interleaved = whole_state(model), architecture_of(file).interleaved
     for name, source in sources.items():
         parameter = state[name]
@@ -109,7 +109,7 @@ def copy_tensors(model: Decoder, file: GgufFile, sources: Mapping[str, Source]) 
 
 
 def _source(name: str, state: Mapping[str, Tensor], file: GgufFile) -> Source:
-    """Where parameter `name` is stored, if it is, in its shape."""
+    """Where parameter `name` is stored; refused where it is missing or has another shape."""
     source, rows = _stacked(name, state, file) or (Source(tensor_name(name)), state[name].shape[0])
     stored, wanted = file.tensors.get(source.tensor), (rows, *state[name].shape[1:])
     if stored is None:
@@ -143,7 +143,7 @@ def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ordered_rows(values: Tensor, name: str, spec: ModelSpec, interleaved: bool) -> Tensor:
-    """Rows of a stored tensor in our order, norms without what Gemma's have on top."""
+    """A stored tensor with its rows in the decoder's order, and Gemma's norm weights without the 1 that GGUF adds."""
     if interleaved and (heads := _rotated_heads(name, spec)):
         return values.unflatten(0, (heads, spec.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
     return values - 1 if spec.norm == "rms_plus_one" and "norm" in name else values

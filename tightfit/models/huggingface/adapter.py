@@ -2,10 +2,10 @@
 
     y = W x + scale · B (A x)        A [r, in], B [out, r], scale = alpha / r, or alpha / √r (rank-stabilised)
 
-(Hu et al. 2021). Matrices get our modules' names; where their module holds several of ours, rows of B are divided and A
-is shared. Files are untrusted: names, shapes and dtypes are checked before tensors are read, nothing is unpickled.
-Refused: what is more than A and B on a layer's projections (DoRA, biases, whole modules, embeddings, the output
-projection, experts); such adapters can be merged into their model.
+(Hu et al. 2021). Matrices get the names of the decoder's modules; where a Hugging Face module holds several of those,
+they share A and each gets its rows of B. Files are untrusted: names, shapes and dtypes are checked before tensors are
+read, nothing is unpickled. Refused: what is more than A and B on a layer's projections (DoRA, biases, whole modules,
+embeddings, the output projection, experts); such adapters can be merged into their model.
 """
 
 import re
@@ -41,20 +41,20 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter by our modules' names."""
+    """An adapter's matrices by the names of the decoder's modules."""
 
     source: str
     rank: int
-    """The largest of its matrices."""
+    """The largest rank of its matrices."""
     changes: Mapping[str, LowRank]
 
     @property
     def bytes(self) -> int:
-        """What it takes; a `down` that several projections share is there once."""
+        """Bytes of its matrices; a `down` that several projections share counts once."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def to(self, dtype: torch.dtype) -> "Adapter":
-        """These adapters in another dtype."""
+        """This adapter in another dtype."""
         tensors = {key: tensor.to(dtype) for key, tensor in self._tensors().items()}
         changes = {name: LowRank(tensors[id(each.down)], tensors[id(each.up)]) for name, each in self.changes.items()}
         return Adapter(self.source, self.rank, changes)
@@ -64,7 +64,7 @@ class Adapter:
 
 
 def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = None) -> Adapter:
-    """The adapter in `directory`, in `dtype` or that of `model`, and where that is."""
+    """The adapter in `directory`, in `dtype` or that of `model`, on the device of `model`."""
     config, weight = read_adapter_config(directory), next(model.parameters())
     shapes = _shapes(model.spec)
     changes: dict[str, LowRank] = {}
@@ -75,12 +75,12 @@ def load_adapter(directory: Path, model: Decoder, dtype: torch.dtype | None = No
             down, up = (tensors.get_tensor(names[matrix]).float() for matrix in "AB")
             rank = max(rank, down.shape[0])
             up = up * scale_of(config, module, down.shape[0], directory)
-            place = {"device": weight.device, "dtype": dtype or weight.dtype}
-            down, at = down.to(**place), 0
+            target = {"device": weight.device, "dtype": dtype or weight.dtype}
+            down, row = down.to(**target), 0
             for ours in mapping.ours:
                 name, size = ours.removesuffix(".weight"), shapes[ours][0]
-                changes[name] = LowRank(down, up[at : at + size].to(**place).contiguous())
-                at += size
+                changes[name] = LowRank(down, up[row : row + size].to(**target).contiguous())
+                row += size
     return Adapter(str(directory), rank, changes)
 
 
@@ -94,7 +94,7 @@ def _reading(path: Path) -> Any:
 
 
 def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Of all our parameters, whatever form the model at hand has them in."""
+    """Shapes of all parameters of a plain decoder, whatever form a loaded model has them in."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in Decoder(spec).state_dict().items()}
 
@@ -102,7 +102,7 @@ def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 def _matrices(
     tensors: Any, spec: ModelSpec, shapes: Mapping[str, torch.Size], directory: Path
 ) -> dict[str, tuple[TensorMap, dict[str, str]]]:
-    """Their modules with the map to ours and the names of both matrices; everything in the file is one of those."""
+    """Hugging Face modules with their map and the names of A and B; refused where the file has any other tensor."""
     maps = {mapping.theirs.removesuffix(".weight"): mapping for mapping in _projections(spec, shapes)}
     found: dict[str, tuple[TensorMap, dict[str, str]]] = {}
     for name in tensors.keys():  # noqa: SIM118 (it is no dict)
@@ -119,7 +119,7 @@ def _matrices(
 
 
 def _projections(spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> Iterator[TensorMap]:
-    """The matrices of layers that are a module of their own."""
+    """Maps of the layers' matrices that are modules (no norms, no stacked experts)."""
     names = [name for name in shapes if not (spec.tied and name == "head.weight")]
     experts = spec.experts.count if spec.experts else 0
     for mapping in tensor_maps(FAMILIES[spec.family].weights, names, spec.layers, experts):
@@ -129,7 +129,7 @@ def _projections(spec: ModelSpec, shapes: Mapping[str, torch.Size]) -> Iterator[
 
 
 def _canonical(module: str, spec: ModelSpec) -> str:
-    """Their module's name without the prefix under which a family's base class has it."""
+    """The module's name in the family's causal LM, also where a file has it as the base class does (`layers.0. …`)."""
     prefixes = FAMILIES[spec.family].prefixes
     before, instead = next(((a, b) for a, b in prefixes if module.startswith(a)), ("", ""))
     return instead + module.removeprefix(before)

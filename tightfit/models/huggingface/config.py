@@ -114,7 +114,7 @@ def _family(model_type: Any, source: str) -> Family:
 
 
 def _text_part(config: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
-    """The family and its own fields: of a multimodal Gemma-3, the part about text."""
+    """The family and its fields: of a multimodal Gemma-3, those of its text model."""
     if not isinstance(config, Mapping):
         raise UserError(f"{source} holds a {type(config).__name__}; a model config is an object with named fields")
     model_type = config.get("model_type")
@@ -161,7 +161,7 @@ def _read_activation(fields: Fields, names: Names, family: Family) -> Activation
 
 
 def _derive(fields: Fields, values: dict[str, Any]) -> None:
-    """Fill in the sizes that a config may leave to others."""
+    """Fill in the sizes that a config may leave out because they follow from others."""
     if values.get("kv_heads") is None:
         values["kv_heads"] = values["heads"]
     if values.get("head_dim") is None:
@@ -286,7 +286,7 @@ def _read_latent(fields: Fields, names: Mapping[str, Names]) -> dict[str, Any]:
 
 
 def _latent_scale(rope: Rope | None, head_dim: int) -> float | None:
-    """Yarn's mscale_all_dim also multiplies the scores, twice: of queries and of keys."""
+    """The attention scale, in which Yarn's mscale_all_dim counts twice: for queries and for keys; None without it."""
     every = None if rope is None or rope.scaling == "none" else rope.factor("mscale_all_dim")
     factor = None if rope is None else rope.factor("factor")
     if not every or factor is None or factor <= 1:

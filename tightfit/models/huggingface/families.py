@@ -1,9 +1,9 @@
 """The supported model families, one row each: what their config.json calls things, and what their weights are called.
 
 A row says which fields a family reads and under which names (the first is the one written), the defaults that
-transformers' config class gives to missing ones, the properties the family fixes, which of its layers look through a
-window, and how its tensors map to ours. `config.py` and `weights.py` treat all rows alike: a new family is a new
-row. Dropout fields are not read: the decoder has none.
+transformers' config class gives to missing ones, the properties the family fixes, which of its layers have a sliding
+window, and how its tensors map to the decoder's. `config.py` and `weights.py` treat all rows alike: a new family is a
+new row. Dropout fields are not read: the decoder has none.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Family:
     fixed_experts: Mapping[str, Any] = field(default_factory=dict)
     """Properties of Experts that the family fixes."""
     latent: Mapping[str, Names] | None = None
-    """Fields of Latent, where the family has latent attention; `plain_dim` is what of a head is not rotated."""
+    """Fields of Latent, where the family has latent attention; `plain_dim` is a head's part that is not rotated."""
     windows: WindowRule = "none"
     layer_types: bool = False
     """Whether a `layer_types` list overrules the window rule."""
@@ -402,7 +402,7 @@ FAMILIES: dict[str, Family] = {
         fixed_experts={"shared_gated": False, "corrected": True, "score": "sigmoid"},
         latent=_LATENT,
         weights=llama_rules(*names.LATENT, *names.MLP_NORM, *names.QWEN_EXPERTS, *names.SHARED_EXPERTS),
-        ignored=r"rotary_emb\.inv_freq$|^model\.layers\.61\.",  # the module that predicts a token further on
+        ignored=r"rotary_emb\.inv_freq$|^model\.layers\.61\.",  # multi-token prediction
     ),
     "gemma": Family(
         architecture="GemmaForCausalLM",

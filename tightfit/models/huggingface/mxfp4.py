@@ -1,4 +1,4 @@
-"""MXFP4 weights, as gpt-oss is published in: made bf16 as they are read, which holds all of them exactly.
+"""MXFP4 weights, in which gpt-oss is published: dequantized on reading to bf16, which holds all of them exactly.
 
 A matrix [rows, columns] is stored as two tensors: `_blocks` [rows, columns / 32, 16], bytes of two 4-bit codes each,
 the lower four bits first, and `_scales` [rows, columns / 32], whose byte b means 2^(b − 127) for its 32 numbers (Open
@@ -24,7 +24,7 @@ def packed_names(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def unpacked_shape(blocks: Iterable[int]) -> tuple[int, ...]:
-    """Of what `unpacked` makes of blocks of this shape: columns before rows, as transformers has them unpacked."""
+    """The shape of `unpacked` for blocks of this shape: columns before rows, as transformers has them unpacked."""
     *experts, rows, groups, half = blocks
     return (*experts, groups * 2 * half, rows)
 

@@ -18,7 +18,7 @@ LONGEST = 2**31
 
 @dataclass(frozen=True)
 class _Scaling:
-    """A scaling rule: its name with us, the constants it cannot do without, and those it may have."""
+    """A scaling rule: its name in `Rope`, the constants it needs, and those it may have."""
 
     ours: RopeScaling
     needed: tuple[str, ...] = ()

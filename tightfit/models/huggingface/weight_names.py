@@ -1,9 +1,9 @@
-"""How Hugging Face's tensors map to ours: a list of rules per family, expanded to one `TensorMap` per stored tensor.
+"""How Hugging Face's tensors (`theirs`) map to the decoder's (`ours`): a list of rules per family.
 
-`tensor_maps` expands the rules over layers and experts. Most tensors only have another name. Some hold several of ours
-concatenated along the output dimension (Phi-3's qkv and gate/up), GPT-2's matrices are stored transposed, and experts,
-one module each on disk, are slices of one stacked parameter here. gpt-oss stacks experts on disk too, transposed, with
-gate and up in turn. Nothing here imports torch.
+`tensor_maps` expands the rules over layers and experts, to one `TensorMap` per stored tensor. Most tensors only have
+another name. Some hold several of the decoder's concatenated along the output dimension (Phi-3's qkv and gate/up),
+GPT-2's matrices are stored transposed, and experts, one module each on disk, are slices of one stacked parameter in the
+decoder. gpt-oss stacks experts on disk too, transposed, with gate and up in turn. Nothing here imports torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rule:
-    """Their module `theirs` holds our modules `ours`, stacked along the output dimension where there are several.
+    """Module `theirs` holds the decoder's modules `ours`, stacked along the output dimension where there are several.
 
     `{layer}` and `{expert}` stand for numbers; a module has a weight and possibly a bias. With `is_tensor` these are
     not modules but single tensors.
@@ -23,12 +23,12 @@ class Rule:
     transposed: bool = False
     is_tensor: bool = False
     stacked: bool = False
-    """Whether the first dimension is that of experts; with several of ours, their outputs alternate."""
+    """Whether the first dimension is that of experts; where `ours` are several, their outputs alternate."""
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """One tensor of theirs and the parameters of ours it holds; with `expert`, that slice of them."""
+    """A Hugging Face tensor and the decoder's parameters that it holds; with `expert`, that expert's slice of them."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -38,7 +38,7 @@ class TensorMap:
 
 
 def tensor_maps(rules: Iterable[Rule], names: Iterable[str], layers: int, experts: int) -> list[TensorMap]:
-    """The map of every one of our parameters `names`, layer by layer so that a file holds whole layers."""
+    """Maps of all the decoder's parameters `names`, layer by layer so that a file holds whole layers."""
     present, rules = set(names), list(rules)
     repeated = [i for i, rule in enumerate(rules) if "{layer}" in rule.theirs]
     before, inside, after = rules[: repeated[0]], rules[repeated[0] : repeated[-1] + 1], rules[repeated[-1] + 1 :]

@@ -34,7 +34,7 @@ READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def to_hf_state(model: Decoder | Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """The tensors under Hugging Face's names: views of ours where only the name differs."""
+    """The tensors under Hugging Face's names: views of the decoder's where only the name differs."""
     state = model.state_dict() if isinstance(model, Decoder) else model
     return {mapping.theirs: _assemble(mapping, state) for mapping in _tensor_maps(spec, state)}
 
@@ -147,7 +147,7 @@ def _some(names: list[str]) -> str:
 
 
 def _shape(mapping: TensorMap, state: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The shape their tensor must have."""
+    """The shape that the Hugging Face tensor must have."""
     shapes = [state[name].shape[mapping.expert is not None :] for name in mapping.ours]
     whole = list(shapes[0])
     whole[mapping.stacked] = sum(shape[mapping.stacked] for shape in shapes)
@@ -157,7 +157,7 @@ def _shape(mapping: TensorMap, state: Mapping[str, Tensor]) -> tuple[int, ...]:
 
 
 def _assemble(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Their tensor from ours, cast to `dtype` if given; a view unless it is concatenated, transposed or cast."""
+    """The Hugging Face tensor, cast to `dtype` if given; a view unless it is concatenated, transposed or cast."""
     parts = [state[name] if mapping.expert is None else state[name][mapping.expert] for name in mapping.ours]
     if len(parts) > 1:  # outputs of experts alternate, others follow each other
         parts = [torch.stack(parts, dim=2).flatten(1, 2) if mapping.stacked else torch.cat(parts)]
@@ -166,15 +166,15 @@ def _assemble(mapping: TensorMap, state: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 def stored_dtype(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype in which our parameter `name` is stored, where others are in `dtype`.
+    """The dtype in which the decoder's parameter `name` is stored, where others are in `dtype`.
 
-    Biases that experts are chosen by move in steps that 16 bits would lose.
+    The biases that correct the choice of experts stay float32: 16 bits would lose the steps in which they move.
     """
     return torch.float32 if dtype is not None and name.endswith(".correction") else dtype
 
 
 def _pieces(mapping: TensorMap, tensor: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Their tensor split into ours."""
+    """The Hugging Face tensor split into the decoder's."""
     whole = tensor.mT if mapping.transposed and tensor.ndim > 1 else tensor
     if mapping.stacked:
         return whole.unflatten(1, (-1, len(mapping.ours))).unbind(2)

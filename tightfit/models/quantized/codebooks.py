@@ -61,7 +61,7 @@ def _dynamic_numbers() -> tuple[float, ...]:
 
 
 DYNAMIC_NUMBERS = _dynamic_numbers()
-"""Kept as numbers: a tensor that is kept would be a real one among fake ones, or a fake one among real ones."""
+"""Kept as Python numbers: a cached tensor would be real under FakeTensorMode, or fake outside it."""
 
 
 def dynamic_map() -> Tensor:

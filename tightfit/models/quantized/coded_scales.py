@@ -1,7 +1,7 @@
-"""Scales that are coded themselves, read back: NF4's doubly coded ones, those of 4-bit floats, and SpQR's.
+"""Decoding of scales that are coded themselves: NF4's (double quantization), those of 4-bit floats, and SpQR's.
 
-A layer keeps them as files have them and reads them when it is used: in float32 they would take half a bit a weight
-more of NF4, one and a half of NVFP4, and three and a half of SpQR, whose groups have 16 weights.
+A layer keeps them as files have them and decodes them when it is used: in float32 they would take half a bit a weight
+more for NF4, one and a half for NVFP4, and three and a half for SpQR, whose groups have 16 weights.
 """
 
 from collections.abc import Mapping

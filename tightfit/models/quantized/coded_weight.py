@@ -17,25 +17,25 @@ from tightfit.models.quantized.codebooks import TABLES, table
 from tightfit.models.quantized.scheme import Scheme
 
 MOVED = ("codes", "scale", "zero", "group_of", "input_scale")
-"""Tensors of a coded weight that are one each."""
+"""Fields of a coded weight that are a single tensor or None."""
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """Single weights in compressed rows: those of row r are `starts[r]` to `starts[r + 1]`."""
+    """Single weights in compressed sparse rows (CSR): those of row r are `starts[r]` to `starts[r + 1]`."""
 
     starts: Tensor
     columns: Tensor
     values: Tensor
 
     def rows(self) -> Tensor:
-        """The row of each; without asking the device how many there are, so that graphs can be captured."""
+        """The row of each outlier, without a synchronisation with the device, so that CUDA graphs can be captured."""
         counts = self.starts.long().diff()
         every = torch.arange(len(counts), device=counts.device)
         return every.repeat_interleave(counts, output_size=len(self.columns))
 
     def add_to(self, weight: Tensor) -> None:
-        """Put them into the dense matrix, in place of what the codes say there."""
+        """Write the outliers into the dense matrix, over the values of the codes there."""
         weight[self.rows(), self.columns.long()] = self.values.to(weight.dtype)
 
 
@@ -50,9 +50,9 @@ class CodedWeight:
     group_of: Tensor | None = None
     outliers: Outliers | None = None
     coded_scales: Mapping[str, Tensor] = field(default_factory=dict)
-    """How the scales are coded themselves, by the names under which they are stored, where that is not plainly."""
+    """The tensors in which scales are coded themselves, by their names in files; empty for plain scales."""
     input_scale: Tensor | None = None
-    """Of the layer's inputs where they are rounded statically, [1]."""
+    """The scale [1] of the layer's inputs where they are rounded statically."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class CodedWeight:
         return weight
 
     def rows(self, start: int, stop: int) -> "CodedWeight":
-        """Some of the outputs; for computing, as scales that are coded over all of them (but mxfp4's) are not cut."""
+        """Rows `start` to `stop`, to compute with: coded scales (other than mxfp4's) span all rows and are left out."""
         assert self.outliers is None, "outliers are not cut"
         scale = self.scale if self.scale.shape[0] == 1 else self.scale[start:stop]
         zero = None if self.zero is None else self.zero[start:stop]
@@ -93,7 +93,7 @@ class CodedWeight:
         return CodedWeight(self.scheme, outliers=outliers, coded_scales=scales, **moved)  # type: ignore[arg-type]
 
     def stored_bytes(self) -> int:
-        """What it takes packed, outliers included."""
+        """Bytes of the packed weight, outliers included."""
         lost = self.outliers
         kept = 0 if lost is None else sum(t.nbytes for t in (lost.starts, lost.columns, lost.values))
         order = 0 if self.group_of is None else 4 * self.codes.shape[1]

@@ -1,6 +1,6 @@
 """From the `quantization_config` of a config.json to the Scheme of a module, for every layout. Nothing imports torch.
 
-What other programs write is checked as it is read: a sentence names the field that cannot be.
+Configs of other programs are checked as they are read: a UserError names the field that is wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from tightfit.models.quantized.scheme import FIXED_GROUPS, Scheme
 Config = Mapping[str, Any]
 GPTQ_BITS = (2, 3, 4, 8)
 MOST_PATTERNS = 32
-"""Regular expressions among a file's targets: every module is held against each."""
+"""The most regular expressions among a file's targets: every module is matched against each."""
 NF4_SCHEME = Scheme(kind="nf4", bits=4, group=FIXED_GROUPS["nf4"])
 INT8_SCHEME = Scheme(bits=8, group=0, activations="llm.int8")
 
@@ -118,7 +118,7 @@ def _config_group(group: Config) -> Scheme:
 
 
 def _input_rounding(inputs: Config) -> dict[str, Any]:
-    """Fields of a Scheme for `input_activations`: a scale per token as they come, or one a tensor that is stored."""
+    """Fields of a Scheme for `input_activations`: a scale per token computed at run time, or one stored per tensor."""
     kind, strategy, dynamic = inputs.get("type"), inputs.get("strategy"), inputs.get("dynamic", False)
     known = (strategy, dynamic) in (("token", True), ("tensor", False))
     if not known or inputs.get("num_bits") != 8 or kind not in ("int", "float") or not inputs.get("symmetric", True):

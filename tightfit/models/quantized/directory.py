@@ -28,9 +28,9 @@ from tightfit.models.spec import ModelSpec
 
 
 def is_quantized(directory: Path) -> bool:
-    """Whether the config.json in `directory` says that weights are quantized, and they stay so when they are loaded.
+    """Whether the config.json in `directory` says that weights are quantized, in a layout that can be loaded packed.
 
-    MXFP4 (gpt-oss) is made 16-bit as it is read (huggingface/mxfp4.py).
+    MXFP4 (gpt-oss) cannot: it is dequantized to 16 bits on reading (huggingface/mxfp4.py).
     """
     config = read_config(directory / "config.json")
     described = config.get("quantization_config") if isinstance(config, dict) else None
@@ -57,7 +57,7 @@ class QuantizedDirectory:
         return [name for name in self._file_of if name not in own] + [f"{module}.weight" for module in self.modules]
 
     def scheme(self, module: str) -> Scheme:
-        """How a module is coded."""
+        """The scheme of a quantized module."""
         return self.format.scheme(self.config, module)
 
     def is_coded(self, name: str) -> bool:
@@ -65,7 +65,7 @@ class QuantizedDirectory:
         return name.removesuffix(".weight") in self.modules and name.endswith(".weight")
 
     def coded(self, link: TensorMap, name: str) -> CodedWeight:
-        """The quantized weight `name`, found to have the model's shape."""
+        """The quantized weight `name`, checked to have the model's shape."""
         module = name.removesuffix(".weight")
         tensors = {
             suffix: self._read(f"{module}.{suffix}")
@@ -88,7 +88,7 @@ class QuantizedDirectory:
         return weight
 
     def plain(self, link: TensorMap, name: str) -> Tensor:
-        """The unquantized tensor `name`, found to have the model's shape."""
+        """The unquantized tensor `name`, checked to have the model's shape."""
         path = self._file_of[name]
         with plain_files._reading(path) as tensors:
             stored = tensors.get_slice(name)
@@ -102,7 +102,7 @@ class QuantizedDirectory:
             return tensor
 
     def rows_of(self, link: TensorMap, weight: CodedWeight) -> Iterator[tuple[str, CodedWeight]]:
-        """Our parameters in a coded weight, which some families stack."""
+        """The decoder's parameters in a coded weight, several where the family stacks them."""
         start = 0
         for ours in link.ours:
             count = self.shapes[ours].shape[-2]
@@ -111,7 +111,7 @@ class QuantizedDirectory:
 
 
 def load_quantized(directory: Path, spec: ModelSpec, device: str | torch.device, dtype: torch.dtype) -> Decoder:
-    """The decoder in `directory` with its quantized layers packed; what is plain has `dtype`."""
+    """The decoder in `directory` with its quantized layers packed and everything else in `dtype`."""
     files = QuantizedDirectory(directory, spec)
     model = blank_decoder(spec, "meta", dtype)
     coded = {ours for link, name in files.tensor_maps if files.is_coded(name) for ours in link.ours}
@@ -130,7 +130,7 @@ def load_quantized(directory: Path, spec: ModelSpec, device: str | torch.device,
 
 
 def _put_coded(model: Decoder, files: QuantizedDirectory, device: str | torch.device, dtype: torch.dtype) -> None:
-    """Quantized layers with room for their biases, and stacks of experts, where they belong."""
+    """Put quantized layers, their biases still empty, and stacks of quantized experts into `model`."""
     stacks: dict[str, list[CodedWeight]] = {}
     for link, name in files.tensor_maps:
         if not files.is_coded(name):
@@ -147,7 +147,7 @@ def _put_coded(model: Decoder, files: QuantizedDirectory, device: str | torch.de
 
 
 def fill_dequantized(model: Decoder, directory: Path) -> None:
-    """Copy what the codes in `directory` stand for into an ordinary decoder, to train it or write it elsewhere."""
+    """Copy the dequantized weights of `directory` into an ordinary decoder, to train it or write it elsewhere."""
     files = QuantizedDirectory(directory, model.spec)
     state = whole_state(model)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def tensors_to_write(
     form: FileFormat,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Some of the model's parameters under Hugging Face's names: `state` plainly in `dtype`, `coded` as `form` does."""
+    """Some of the model's parameters under Hugging Face's names: `state` in `dtype`, `coded` in the layout `form`."""
     written: dict[str, Tensor] = {}
     for link in written_links(spec, [*state, *coded]):
         parts = [coded.get(ours) for ours in link.ours]
@@ -184,7 +184,7 @@ def tensors_to_write(
 
 
 def written_links(spec: ModelSpec, names: Iterable[str]) -> list[TensorMap]:
-    """The tensors in which our parameters `names` are written."""
+    """Maps of the Hugging Face tensors in which the decoder's parameters `names` are written."""
     kept = [name for name in names if not (spec.tied and name == "head.weight")]
     return tensor_maps(FAMILIES[spec.family].weights, kept, spec.layers, spec.experts.count if spec.experts else 0)
 
@@ -195,8 +195,8 @@ def shapes_of(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict[str, Scheme], list[str]]:
-    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain; a sentence where parts
-    of one module cannot be coded as one."""
+    """Schemes by Hugging Face's module names, and the linear modules of layers that stay plain; refused where parts of
+    one module cannot be coded as one."""
     by_module: dict[str, Scheme] = {}
     plain: list[str] = []
     shapes = shapes_of(spec)

@@ -1,4 +1,4 @@
-"""The experts' matrices of a routed layer in packed codes: expanded for the length of a layer."""
+"""The experts' matrices of a routed layer in packed codes, dequantized while the layer runs."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tightfit.models.quantized.linear import QuantizedLinear
 
 
 class QuantizedStack(nn.Module):
-    """Stands where a stacked parameter [experts, outputs, inputs] stood; iterating gives each expert's matrix."""
+    """Takes the place of a stacked parameter [experts, outputs, inputs]; iterating dequantizes expert after expert."""
 
     def __init__(self, weights: list[CodedWeight], dtype: torch.dtype) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class QuantizedStack(nn.Module):
         return (expert.dequantize(self.dtype) for expert in self._linears())
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All of them, stacked."""
+        """All experts' matrices, stacked."""
         return torch.stack([expert.dequantize(dtype) for expert in self._linears()])
 
     def _linears(self) -> Iterator[QuantizedLinear]:

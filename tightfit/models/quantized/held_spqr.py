@@ -1,4 +1,4 @@
-"""SpQR's weights in the order of the kernels that multiply by them (`kernels/spqr_layout.py`), and back."""
+"""SpQR's weights rearranged for the kernels that multiply by them (`kernels/spqr_layout.py`), and back."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from tightfit.models.quantized.scheme import Scheme
 
 
 def arranged(weight: CodedWeight) -> SpqrTensors | None:
-    """The same weight for the kernels, or None where it is none of theirs."""
+    """`weight` in the kernels' layout, or None where the kernels do not take it."""
     lost, coded = weight.outliers, weight.coded_scales
     if lost is None or not weight.scheme.outliers or not can_be_arranged(*weight.shape, weight.scheme.bits):
         return None
@@ -44,7 +44,7 @@ def _statistic_codes(words: Tensor, rows: int) -> Tensor:
 
 
 def _changes(weight: CodedWeight, lost: Outliers) -> Tensor:
-    """What outliers add to what their codes say."""
+    """Outliers minus the values of the codes in their places."""
     rows, columns = lost.rows(), lost.columns.long()
     assert weight.zero is not None
     scale, zero = (statistic[rows, columns // GROUP] for statistic in (weight.scale, weight.zero))

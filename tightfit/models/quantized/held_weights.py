@@ -1,11 +1,11 @@
-"""What a compressed model takes in memory, from its config.json and the headers of its files alone.
+"""Bytes of a compressed model in memory, from its config.json and the headers of its files alone.
 
 | in the files | in memory (linear.py) |
 |---|---|
 | codes, scales, coded scales, outliers | as they are |
 | zero points, as many bits as a code | a byte each: as many as there are scales |
 | g_idx | four bytes an input, where groups are out of order |
-| the numbers of NF4's codes, shapes, descriptions | – |
+| NF4's codebook, shapes, descriptions | – |
 | what is not quantized, factors of low rank among it | 16 bits |
 
 Nothing here imports torch, and no weight is read.
@@ -28,7 +28,7 @@ from tightfit.models.spec import ModelSpec
 
 PLAIN_BYTES = 2
 LARGEST_HEADER_BYTES = 100 * 2**20
-"""As safetensors has it."""
+"""The limit of safetensors itself."""
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOAT8 = "F8_"
 Held = Literal["stored", "zeros", "order", "offset", "nothing"]
@@ -71,21 +71,21 @@ HELD: dict[str, dict[str, Held]] = {
 }
 """What a layer keeps of every tensor of a quantized module, by layout and suffix."""
 SCALES = ("weight_scale", "scales")
-"""Of which a module has as many as zero points."""
+"""Suffixes of scales; a module has as many zero points as scales."""
 ONLY_CODED = re.compile(r"\.(weight_packed|weight_scale|qweight|SCB|weight\.quant_state\.bitsandbytes__nf4)$")
-"""What a quantized module has and a plain one has not."""
+"""Names of tensors that a quantized module has and a plain one has not."""
 
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """Bytes of the quantized modules, of everything else, and of the largest matrix in use; and how all is coded."""
+    """Bytes of the quantized modules, of everything else, and of expanding the largest matrix; schemes in words."""
 
     coded_bytes: int
     plain_bytes: int
     expanded_bytes: int
     description: str
     scheme: Scheme | None = None
-    """Of the modules that take most in use."""
+    """The scheme of the modules whose expansion takes most."""
 
     @property
     def total_bytes(self) -> int:
@@ -109,7 +109,7 @@ class StoredTensor:
 
 
 def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
-    """Of the model in `directory`; None where it is not compressed, or its weights are not there."""
+    """Bytes of the model in `directory`; None where it is not compressed, or its weights are not there."""
     config = read_config(directory / "config.json")
     tensors = stored_tensors(directory)
     described = config.get("quantization_config") if isinstance(config, dict) else None
@@ -155,23 +155,23 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
     method = config["quant_method"]
     modules = {ONLY_CODED.sub("", name) for name in tensors if ONLY_CODED.search(name)}
     schemes = {module: described_scheme(method, config, module) for module in modules}
-    own = {module: _module(tensors, module, method) for module in modules}
+    own = {module: _module_tensors(tensors, module, method) for module in modules}
     coded = {f"{module}.{suffix}" for module, parts in own.items() for suffix in parts}
     plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
-    held = sum(_held(parts, schemes[module], method) for module, parts in own.items())
+    held = sum(_held_bytes(parts, schemes[module], method) for module, parts in own.items())
     told = sorted({scheme.describe() for scheme in schemes.values()})
     used = max(schemes.values(), key=lambda scheme: expanded_bytes(spec, scheme), default=None)
     expanded = 0 if used is None else expanded_bytes(spec, used)
     return HeldWeights(held, _plain_bytes(plain, spec), expanded, ", ".join(told), used)
 
 
-def _module(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
+def _module_tensors(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
     """The tensors of a quantized module, by suffix."""
     return {suffix: tensors[f"{module}.{suffix}"] for suffix in HELD[method] if f"{module}.{suffix}" in tensors}
 
 
-def _held(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) -> int:
-    """What a layer keeps of a module's tensors."""
+def _held_bytes(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) -> int:
+    """Bytes that a layer keeps of a module's tensors."""
     scales = sum(prod(parts[name].shape) for name in SCALES if name in parts)
     rules = HELD[method]
     kept = sum(tensor.bytes for suffix, tensor in parts.items() if rules[suffix] == "stored")
@@ -181,7 +181,7 @@ def _held(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) -> int
 
 
 def _order_bytes(order: StoredTensor, scheme: Scheme) -> int:
-    """Groups out of order are kept; those in order follow from a column's number."""
+    """Bytes of a g_idx in memory: 0 where groups are in order, as a column's number then gives its group."""
     if scheme.group <= 0 or order.dtype != "I32":
         return 0
     with order.path.open("rb") as file:
@@ -191,15 +191,15 @@ def _order_bytes(order: StoredTensor, scheme: Scheme) -> int:
 
 
 def _plain_bytes(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> int:
-    """Of what is not quantized; a tied output projection that was written all the same is not held twice."""
+    """Bytes of what is not quantized; a tied output projection that was written all the same is not held twice."""
     kept = [t for name, t in tensors.items() if not (spec.tied and name == "lm_head.weight")]
     return PLAIN_BYTES * sum(prod(tensor.shape) for tensor in kept)
 
 
 def expanded_bytes(spec: ModelSpec, scheme: Scheme) -> int:
-    """What the largest product takes beside its weight: the layers of one input are one matrix to the engine.
+    """Bytes that the largest product takes beside its weight; the engine treats layers of one input as one matrix.
 
-    All experts of a layer are expanded for its length, and one of the three stacks twice as it is put together.
+    All experts of a layer are expanded while it runs, and one of the three stacks twice while it is stacked.
     """
     sets = [*_attention_products(spec), (spec.hidden_size, spec.output_size)]
     if spec.experts is None or any(not spec.is_routed(i) for i in range(spec.layers)):
@@ -211,7 +211,7 @@ def expanded_bytes(spec: ModelSpec, scheme: Scheme) -> int:
 
 
 def _attention_products(spec: ModelSpec) -> list[tuple[int, int]]:
-    """Outputs and inputs of what makes queries, keys and values; those of latent attention are multiplied apart."""
+    """Outputs and inputs of the products that make queries, keys and values; latent attention's are not fused."""
     if spec.latent is None:
         return [(spec.query_size + 2 * spec.kv_size, spec.hidden_size)]
     first = (spec.latent.kv_rank + spec.latent.rope_dim, spec.hidden_size)

@@ -25,6 +25,6 @@ def hold_in_codes(model: Decoder, scheme: Scheme, device: str | torch.device, im
 
 @torch.no_grad()
 def move_plain(model: Decoder, device: str | torch.device, dtype: torch.dtype) -> None:
-    """Bring what is not coded to `device` in `dtype`; scales keep the numbers they are in."""
+    """Move parameters, which are not coded, to `device` in `dtype`; scales, which are buffers, keep their dtype."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)

@@ -2,9 +2,9 @@
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
 `kernels/quantized_linear.py`, `kernels/spqr_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read
-packed codes; on a CPU `kernels/int4_linear.py` does for few tokens, in layers held for that (`hold_for_cpu`). Schemes
-with rounded activations round them here, a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where they
-are static, one for all that calibration has found; what lies beyond it saturates. LLM.int8 (Dettmers et al. 2022)
+packed codes; on a CPU `kernels/int4_linear.py` does for few tokens, in layers repacked for it (`hold_for_cpu`). Schemes
+with rounded activations round them here, with a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where
+they are static, one for all from calibration, beyond whose range they saturate. LLM.int8 (Dettmers et al. 2022)
 leaves input channels that reach ±6 anywhere in the batch unrounded.
 """
 
@@ -44,16 +44,16 @@ class QuantizedLinear(nn.Module):
     outlier_columns: Tensor | None
     outlier_values: Tensor | None
     outlier_changes: Tensor | None
-    """Of outliers that are multiplied apart; their codes and scales are then in the order of spqr_layout.py."""
+    """Outliers minus the values of their codes, for the kernel of SpQR; codes and scales are then in its order."""
     spqr_statistics: Tensor | None
     spqr_ranges: Tensor | None
     cpu_scales: Tensor | None
-    """Where a CPU multiplies by the codes as they are packed: the scales that it takes, rounded."""
+    """Scales rounded for the CPU's kernel, where the codes are packed for it; else None."""
 
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto", *, for_cpu: bool = False
     ) -> None:
-        """With `for_cpu` held as by `hold_for_cpu`, which has to be possible."""
+        """With `for_cpu`, the codes are packed as by `hold_for_cpu`, which has to be possible."""
         super().__init__()
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
@@ -113,26 +113,26 @@ class QuantizedLinear(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is integers in words, in groups of neighbours, in the kernels' order, and nothing beside them."""
+        """Whether the codes are plain integers in words: groups in order, no outliers, not repacked for a CPU."""
         ordered = self.group_of is None and self.outlier_starts is None and self.cpu_scales is None
         return self.scheme.kind == "int" and self.scheme.activations is None and ordered and self._has_row_scales
 
     @property
     def can_be_held_for_cpu(self) -> bool:
-        """Whether this CPU would multiply by the codes as they are packed."""
+        """Whether this CPU has a kernel that multiplies by such codes."""
         if self.packed.device.type != "cpu" or not self.is_packed:
             return False
         return takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
 
     def hold_for_cpu(self) -> None:
-        """Bring the codes into the order in which a CPU multiplies few tokens by them."""
+        """Repack the codes for the CPU's kernel, which multiplies few tokens by them."""
         assert self.can_be_held_for_cpu, self.scheme.describe()
         assert self.scale is not None
         self.packed, self.cpu_scales = pack_int4(self._unpack()), int4_scales(self.scale, self.zero)
 
     @property
     def rows_mix(self) -> bool:
-        """Whether what is computed for a row depends on others: on where those are large."""
+        """Whether a row's result depends on other rows: LLM.int8's outlier channels are found over the whole batch."""
         return self.scheme.activations == "llm.int8"
 
     @property
@@ -145,7 +145,7 @@ class QuantizedLinear(nn.Module):
         return None if starts is None or columns is None or values is None else Outliers(starts, columns, values)
 
     def _spqr(self) -> SpqrTensors | None:
-        """What kernels/spqr_linear.py takes."""
+        """The weight as kernels/spqr_linear.py takes it; None where it is not arranged so."""
         if self.outlier_changes is None:
             return None
         outliers = (self.outlier_starts, self.outlier_columns, self.outlier_values, self.outlier_changes)
@@ -156,7 +156,7 @@ class QuantizedLinear(nn.Module):
         return self.coded().dequantize(dtype)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """The same, by the kernel that reads packed codes where there is one."""
+        """`dequantize`, by the kernel that reads packed codes where there is one."""
         if (spqr := self._spqr()) is not None:
             return expanded_spqr(spqr, dtype, impl=self.impl)
         if not self.is_packed or self.scale is None:
@@ -204,7 +204,7 @@ class QuantizedLinear(nn.Module):
 
 
 def rounded(x: Tensor, kind: str, scale: Tensor | None = None) -> Tensor:
-    """x as 8 bits hold it: with a scale per token, or with the one `scale`, beyond whose range it saturates."""
+    """x rounded to 8 bits: with a scale per token, or with the one `scale`, beyond whose range it saturates."""
     most = 127.0 if kind == "int8" else E4M3_LARGEST
     wide = x.to(torch.float32)
     if scale is None:
@@ -224,18 +224,18 @@ def can_multiply_fp8(x: Tensor, outputs: int) -> bool:
 
 
 def _buffer(name: str) -> str:
-    """What a coded scale is called in the layer."""
+    """The name of a coded scale's buffer in the layer."""
     return f"coded_{name}"
 
 
 def _half_where_exact(scale: Tensor) -> Tensor:
-    """Scales in float16 where it holds them exactly, as it does those of groups, which files have in it."""
+    """Scales in float16 where that holds them exactly, as it does those of groups, which files store in float16."""
     half = scale.to(torch.float16)
     return half if bool((half.to(torch.float32) == scale).all()) else scale
 
 
 def _narrow(zero: Tensor | None) -> Tensor | None:
-    """Zero points as bytes where they are whole numbers, which those of most formats are."""
+    """Zero points as bytes where they are whole numbers, as in most formats."""
     if zero is None or not bool(((zero == zero.round()) & (zero >= 0) & (zero <= 255)).all()):
         return zero
     return zero.to(torch.uint8)

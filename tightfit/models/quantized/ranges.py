@@ -49,11 +49,11 @@ class Grid:
 
     @property
     def scale(self) -> Tensor:
-        """The scale as whoever reads the file will see it."""
+        """Scales as a reader of the file decodes them."""
         return self.stored.scale
 
     def code(self, weight: Tensor) -> CodedWeight:
-        """Every weight to its nearest code."""
+        """Round every weight to its nearest code."""
         blocks = in_groups(weight, self.scheme)
         zero = None if self.zero is None else self.zero[..., None]
         scale = self.scale if self.exact_scale is None else self.exact_scale
@@ -169,7 +169,7 @@ def _histogram(values: Tensor, edge: float) -> Tensor:
 
 
 def _spread(values: Tensor, blocks: Tensor, edge: float) -> Tensor:
-    """The histogram of codes, each spread evenly over the step it stands for, as histograms of 16 bins have no gaps."""
+    """The histogram of rounded values, each spread evenly over its step, so that few codes leave no empty bins."""
     step = (values - blocks).abs().mean() * 4
     noise = (torch.arange(values.numel(), device=values.device).view_as(values) * 0.6180339887 % 1.0) - 0.5
     return _histogram((values + noise * step).clamp(-edge, edge), edge)

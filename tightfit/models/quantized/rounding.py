@@ -1,7 +1,7 @@
 """Numbers to codes and back, given their scales: q = clamp(round(w / S + Z), 0, 2^bits − 1), or the nearest in a table.
 
 Codes saturate: what lies outside the range becomes its end. Scales are first rounded to what is stored (float16 for
-groups of integers, e4m3, powers of two, doubly coded), so that codes are chosen for the scales a reader will see.
+groups of integers, e4m3, powers of two, 8-bit codes), so that codes are chosen for the scales a reader decodes.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ SMALLEST_SCALE = 2.0**-24
 
 @dataclass(frozen=True)
 class StoredScales:
-    """Scales as a reader will see them, and how they are stored where that is not plainly."""
+    """Scales as a reader decodes them, and the tensors in which they are coded; empty for plain scales."""
 
     scale: Tensor
     coded: dict[str, Tensor]
@@ -47,7 +47,7 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) ->
 
 
 def rounded(values: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    """`values` as their codes hold them."""
+    """`values` rounded to the numbers that their codes stand for."""
     if scheme.kind != "int":
         return decode(encode(values, scale, zero, scheme), scale, zero, scheme)
     offset = scheme.middle if zero is None else zero
@@ -62,7 +62,7 @@ def largest_number(scheme: Scheme) -> float:
 
 
 def store_scales(scale: Tensor, scheme: Scheme, whole: Tensor | None = None) -> StoredScales:
-    """Wanted scales [outputs, groups] rounded to what is stored. `whole` are scales that fix a tensor's own range."""
+    """Scales [outputs, groups] rounded to what is stored; the largest of `whole` sets NVFP4's scale of the tensor."""
     if scheme.kind == "mxfp4":
         exponent = scale.clamp(min=2.0**-126).log2().ceil() + EXPONENT_BIAS
         coded = {"weight_scale": exponent.clamp(0, 254).to(torch.uint8)}

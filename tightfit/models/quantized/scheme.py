@@ -9,8 +9,8 @@
 | `nvfp4` | a 4-bit float (e2m1) · S / G | per 16, e4m3, and one float32 G per tensor |
 | `fp8` | an 8-bit float (e4m3) · S | per row or tensor, float32 |
 
-`activations` says that the layer's inputs are rounded too: with a scale per token, computed as they come (dynamic), or
-where they are `static` with one scale for all, which calibration has found and files hold.
+`activations` says that the layer's inputs are rounded too: with a scale per token, computed at run time (dynamic), or
+where they are `static` with one scale for all, from calibration, which files store.
 A matrix is [outputs, inputs]; a group is `group` consecutive inputs of one output. Nothing here imports torch.
 """
 
@@ -30,9 +30,9 @@ WORD = 32
 TILE_WORDS = 16
 """Words of a tile of the kernels (kernels/packing.py)."""
 OUTLIER_ROWS, OUTLIER_TILE, MOST_OUTLIER_INPUTS = 32, 256, 2**16
-"""What the kernels of weights with outliers take whole (kernels/spqr_layout.py)."""
+"""Rows and columns of a tile, and the most columns, of kernels for weights with outliers (kernels/spqr_layout.py)."""
 INPUT_SCALE_BYTES = 4
-"""Of static activations."""
+"""Bytes of the scale of static activations."""
 NESTED_BLOCK = 256
 """Scales of NF4 that share a float32 scale of their own."""
 
@@ -88,7 +88,7 @@ class Scheme:
 
     @property
     def is_by_row(self) -> bool:
-        """Whether rows are coded one by one: nothing is of the whole matrix, as NF4's and NVFP4's scales are."""
+        """Whether rows are coded one by one: no scale spans rows, as NF4's and NVFP4's do."""
         return self.group >= 0 and not self.outliers and self.kind not in ("nf4", "nvfp4")
 
     def groups(self, inputs: int) -> int:
@@ -115,10 +115,10 @@ class Scheme:
         return self.weight_bytes(outputs, inputs) + (0 if self.symmetric else narrow) + 4 * (self.kind == "nf4")
 
     def expanded_bytes(self, outputs: int, inputs: int) -> int:
-        """What multiplying by the matrix takes beside it on a GPU: itself in 16 bits, and the way there.
+        """Bytes beside the packed matrix that a product takes on a GPU: the matrix in 16 bits, and intermediates.
 
-        Integers that kernels read are expanded at once, where rows are many. Others go through float32, those of tables
-        through numbers of their codes too; 8-bit integers whose inputs are rounded are multiplied as they are.
+        Where rows are many, integers that a kernel reads are expanded in one step. Others go through float32, and those
+        of tables through indices too; 8-bit integers whose inputs are rounded are multiplied as they are.
         """
         if self.activations == "int8":
             return 0
@@ -126,14 +126,14 @@ class Scheme:
         return outputs * inputs * (2 if is_read else 10 if self.kind in TABLED else 7)
 
     def is_read_packed(self, inputs: int) -> bool:
-        """Whether kernels/quantized_linear.py reads rows of so many codes as they are."""
+        """Whether kernels/quantized_linear.py reads rows of `inputs` codes packed."""
         if self.kind != "int" or self.outliers or self.activations is not None or self.bits not in (2, 4, 8):
             return False
         tile, group = TILE_WORDS * WORD // self.bits, max(self.group, 0)
         return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
 
     def is_read_with_outliers(self, outputs: int, inputs: int) -> bool:
-        """Whether kernels/spqr_linear.py reads such a matrix as it is."""
+        """Whether kernels/spqr_linear.py reads a matrix of this shape packed."""
         whole = outputs % OUTLIER_ROWS == 0 and inputs % OUTLIER_TILE == 0 and inputs <= MOST_OUTLIER_INPUTS
         return self.kind == "int" and self.outliers and self.bits in (2, 3, 4) and whole
 

@@ -1,4 +1,4 @@
-"""bitsandbytes' layouts: NF4 with doubly coded scales, and LLM.int8.
+"""bitsandbytes' layouts: NF4 with coded scales (double quantization), and LLM.int8.
 
 NF4, `load_in_4bit`: codes of the flattened matrix, two a byte, the first in the high half; a scale per 64 of them.
 
@@ -135,14 +135,14 @@ class BitsAndBytes(FileFormat):
 
 
 def nested_scales(coded: Mapping[str, Tensor]) -> Tensor:
-    """The scales that doubly coded ones stand for, flat."""
+    """Scales decoded from double quantization, flat."""
     numbers = dynamic_map().to(coded["absmax"].device)[coded["absmax"].long()]
     each = coded["nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(numbers)]
     return numbers * each + coded["nested_offset"].to(numbers.device)
 
 
 def code_scales(scale: Tensor) -> dict[str, Tensor]:
-    """Scales in 8 bits: their mean is taken off, and 256 of them share a float32 scale."""
+    """Scales coded in 8 bits: their mean is subtracted, and 256 of them share a float32 scale."""
     flat = scale.flatten().to(torch.float32)
     offset = flat.mean()
     blocks = torch.nn.functional.pad(flat - offset, (0, -len(flat) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)

@@ -129,10 +129,11 @@ class CompressedTensors(FileFormat):
 
 
 def _needs_expanding(schemes: Iterable[Scheme]) -> bool:
-    """Whether transformers has to be told to expand weights as it loads them, and loses nothing by it.
+    """Whether transformers has to be told to dequantize weights as it loads them, and loses nothing by it.
 
-    compressed-tensors 0.20 makes room for unpacked zero points when a model is loaded packed, so that not even its own
-    asymmetric directories load. It expands weights at the first forward pass in any case. Other readers pass this over.
+    compressed-tensors 0.20 allocates unpacked zero points when a model is loaded packed, so that not even its own
+    asymmetric directories load. It dequantizes weights at the first forward pass in any case. Other readers ignore the
+    field.
     """
     known = list(schemes)
     packed = any(not scheme.symmetric and scheme.group >= 0 for scheme in known)
@@ -162,7 +163,7 @@ def _file_zero(zero: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _read_zero(found: Tensor, scheme: Scheme, outputs: int) -> Tensor:
-    """Zero points [outputs, groups], or [1, 1], of what `_file_zero` made."""
+    """Zero points [outputs, groups], or [1, 1]: the inverse of `_file_zero`."""
     if scheme.group < 0 and found.dtype == torch.int8 and found.numel() == 1:
         return found.to(torch.float32).reshape(1, 1) + scheme.middle
     rows = outputs if scheme.group >= 0 else 1

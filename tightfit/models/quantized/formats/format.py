@@ -1,8 +1,8 @@
-"""FileFormat: what every layout of quantized weights has to say.
+"""FileFormat: the interface of every layout of quantized weights in files.
 
 A module is named as Hugging Face names it (`model.layers.0.mlp.up_proj`); its tensors are `module.suffix`. A format
 says which suffixes a quantized module has, turns them into a CodedWeight and back, and writes and reads the
-`quantization_config` of config.json, which says how the codes of each module are meant.
+`quantization_config` of config.json, which says in which scheme each module is coded.
 """
 
 from abc import ABC, abstractmethod
@@ -27,13 +27,13 @@ class FileFormat(ABC):
     """How one library lays out compressed weights in files."""
 
     name: ClassVar[str]
-    """As `quant_method` in config.json says it."""
+    """The `quant_method` in config.json."""
     suffixes: ClassVar[tuple[str, ...]]
-    """All that a quantized module may have instead of a plain `weight`."""
+    """Suffixes of all tensors that a quantized module may have instead of a plain `weight`."""
     marks: ClassVar[tuple[str, ...]]
-    """Of these, those of which a quantized module has one and a plain one none."""
+    """Suffixes by which quantized modules are found: each has one of them, a plain module has none."""
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
-    """What they may be stored in, where that says whether they can be read; others would be read as something else."""
+    """Dtypes in which tensors may be stored, by suffix; others are refused, as they would be misread."""
 
     @abstractmethod
     def refuse(self, scheme: Scheme) -> str | None:
@@ -64,7 +64,7 @@ class FileFormat(ABC):
         return described_scheme(self.name, config, module)
 
     def read(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
-        """`decode` of tensors from a file, which may be damaged: what cannot be is a sentence."""
+        """`decode` of tensors from a file, which may be damaged: that is a UserError."""
         for suffix, tensor in tensors.items():
             if tensor.dtype not in self.dtypes.get(suffix, (tensor.dtype,)):
                 raise UserError(f"{suffix} of {module} is stored as {tensor.dtype}, which is not read; {AGAIN}")
@@ -98,7 +98,7 @@ class FileFormat(ABC):
 
 
 def one_scheme(schemes: Mapping[str, Scheme], name: str) -> Scheme:
-    """The scheme that all modules have, for formats that say it once."""
+    """The scheme that all modules share, for formats that have one for a whole model."""
     different = sorted({scheme.describe() for scheme in schemes.values()})
     if len(different) != 1:
         raise UserError(

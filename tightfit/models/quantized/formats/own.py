@@ -106,7 +106,7 @@ def statistic_range(values: Tensor) -> Tensor:
 
 
 def statistic_choices(ranges: Tensor, outputs: int) -> Tensor:
-    """What every code of 3 bits stands for in each row, float32 [outputs, groups, 8]."""
+    """The value of every 3-bit code in each row, float32 [outputs, groups, 8]."""
     codes = torch.arange(2**SCALE_BITS, device=ranges.device, dtype=torch.float32)
     step, low = ranges.to(torch.float32).repeat_interleave(SUPER, dim=1)[:, :outputs].transpose(0, 1).split(1, dim=-1)
     return codes * step + low
@@ -122,7 +122,7 @@ def code_statistic(codes: Tensor, ranges: Tensor, name: str) -> dict[str, Tensor
 
 
 def coded_statistic(coded: Mapping[str, Tensor], name: str, outputs: int) -> Tensor:
-    """What `code_statistic` coded, [outputs, groups] float32."""
+    """The scales or zero points that `code_statistic` coded, [outputs, groups] float32."""
     ranges = coded[f"weight_{name}_range"].to(torch.float32)  # [groups, blocks, 2]
     codes = unpack(coded[f"weight_{name}_codes"], SCALE_BITS, ranges.shape[1] * SUPER).to(torch.float32)
     values = codes.view(*ranges.shape[:2], SUPER) * ranges[..., :1] + ranges[..., 1:]
@@ -130,7 +130,7 @@ def coded_statistic(coded: Mapping[str, Tensor], name: str, outputs: int) -> Ten
 
 
 def _check_outliers(starts: Tensor, columns: Tensor, values: Tensor, *, outputs: int, inputs: int, module: str) -> None:
-    """Indices from a file may not point outside the matrix."""
+    """Refuse indices from a file that point outside the matrix."""
     ordered = len(starts) == outputs + 1 and int(starts[0]) == 0 and bool((starts.diff() >= 0).all())
     inside = len(columns) == len(values) and (
         not len(columns) or 0 <= int(columns.min()) <= int(columns.max()) < inputs
