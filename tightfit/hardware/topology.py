@@ -33,7 +33,7 @@ class Topology:
 
 
 def meaning(kind: str) -> str:
-    """What nvidia-smi means by a kind."""
+    """A kind of link in words."""
     return MEANINGS.get("NV" if kind.startswith("NV") else kind, "unknown")
 
 

@@ -38,11 +38,11 @@ class Wanted:
     """Whether the run has one rank; only then updates in backward are searched."""
 
 
-def _silent(levers: "Levers") -> str:
+def _no_words(levers: "Levers") -> str:
     return ""
 
 
-def _nothing(levers: "Levers") -> bool:
+def _never(levers: "Levers") -> bool:
     return False
 
 
@@ -51,13 +51,13 @@ class LeverRow:
     """The facts about one lever; functions of `Levers` are asked with a whole set of levers."""
 
     name: str
-    words: "Callable[[Levers], str]" = _silent
+    words: "Callable[[Levers], str]" = _no_words
     """The lever in words; empty where it is at its default, or where another row describes it too."""
     values: Callable[[Wanted], tuple[Any, ...]] | None = None
     """Values that a search tries, weakest first: a later one never needs more memory. None: only a pinned value."""
     strength: Callable[[Any], float] = float
     """From a value to a number, larger for less memory."""
-    for_memory_alone: "Callable[[Levers], bool]" = _nothing
+    for_memory_alone: "Callable[[Levers], bool]" = _never
     """Whether a search, given the other levers, uses it only for its memory: it saves a little time too, which is not
     worth the change in what a step computes."""
     advice: tuple[str, tuple[Any, ...]] | None = None
@@ -69,13 +69,13 @@ class LeverRow:
     """Its fixed value in engines that do not have the lever; None where they have it."""
     beside_deepspeed: bool = False
     """Whether it works with `engine: deepspeed`, as it acts inside a layer or its loss, or DeepSpeed has it itself."""
-    computes_again: "Callable[[Levers], bool]" = _nothing
+    computes_again: "Callable[[Levers], bool]" = _never
     """Whether it makes parts of layers be recomputed in backward."""
     plain_products: tuple[Any, ...] | None = None
     """Values at which linear layers are torch's own products with whole weights, strongest last; None: all values."""
-    own_update: "Callable[[Levers], bool]" = _nothing
+    own_update: "Callable[[Levers], bool]" = _never
     """Whether our own kernels update the weights instead of torch's AdamW."""
-    asks_host: "Callable[[Levers], bool]" = _nothing
+    asks_host: "Callable[[Levers], bool]" = _never
     """Whether the host copies or decides something between the kernels of a step, so that it cannot be a CUDA graph."""
 
 
@@ -86,17 +86,17 @@ def _gib(count: int) -> str:
 def _checkpointing(levers: "Levers") -> str:
     """`checkpoint one layer in 2, keeping attention, kept on the host`."""
     if levers.checkpoint_budget_bytes is not None:
-        said = f"recompute what {_gib(levers.checkpoint_budget_bytes)} of activations do not hold"
+        words = f"recompute all but {_gib(levers.checkpoint_budget_bytes)} of activations"
     elif levers.num_checkpoints:
-        said = f"checkpoint {levers.num_checkpoints} layers"
+        words = f"checkpoint {levers.num_checkpoints} layers"
     elif levers.checkpoint_every:
         which = "every layer" if levers.checkpoint_every == 1 else f"one layer in {levers.checkpoint_every}"
-        said = f"checkpoint {which}"
+        words = f"checkpoint {which}"
     else:
         return ""
     kept = "" if levers.checkpoint_keep == "nothing" else f", keeping {levers.checkpoint_keep}"
     lossy = " in fp8 (lossy)" if levers.checkpoint_format == "fp8" else ""
-    return f"{said}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
+    return f"{words}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
 
 
 def _offload(levers: "Levers") -> str:
@@ -217,13 +217,13 @@ ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewh
 NO_HOST = (*ELSEWHERE, ("offload", "none"))
 """The same for engines that do not offload states either."""
 SAID_FIRST = "checkpoint_every"
-OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _nothing)
+OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _never)
 
 
 def describe_levers(levers: "Levers") -> str:
     """`checkpoint every layer, optimizer on the host`."""
     rows = sorted(LEVER_TABLE, key=lambda row: row.name != SAID_FIRST)
-    return ", ".join(said for row in rows if (said := row.words(levers))) or "none needed"
+    return ", ".join(text for row in rows if (text := row.words(levers))) or "none needed"
 
 
 def computes_again(levers: "Levers") -> bool:

@@ -101,8 +101,8 @@ EXPECTED = {
 
 
 def _expected(problem: Any) -> str:
-    said = problem["msg"][0].lower() + problem["msg"][1:]
-    return EXPECTED.get(problem["type"], said.replace("input should", "it should"))
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return EXPECTED.get(problem["type"], message.replace("input should", "it should"))
 
 
 def _shown(value: Any) -> str:

@@ -95,10 +95,10 @@ def _place(ledger: Ledger) -> Place:
 
 
 def _phase(predicted: Ledger, measured: Ledger, phase: Phase, source: Place, place: Place) -> list[Pair]:
-    said = predicted.by_component(phase, _fullest_rank(predicted, phase, source), source)
-    found = measured.by_component(phase, _fullest_rank(measured, phase, place), place)
-    components = [name for name in {**said, **found} if name not in NOT_ALLOCATED]
-    pairs = [Pair(phase, name, said.get(name, 0), found.get(name, 0)) for name in components]
+    expected = predicted.by_component(phase, _fullest_rank(predicted, phase, source), source)
+    actual = measured.by_component(phase, _fullest_rank(measured, phase, place), place)
+    components = [name for name in {**expected, **actual} if name not in NOT_ALLOCATED]
+    pairs = [Pair(phase, name, expected.get(name, 0), actual.get(name, 0)) for name in components]
     pairs.sort(key=lambda pair: -max(pair.predicted_bytes, pair.measured_bytes))
     whole = Pair(phase, None, sum(p.predicted_bytes for p in pairs), sum(p.measured_bytes for p in pairs))
     return [*pairs, whole]

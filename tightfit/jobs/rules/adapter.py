@@ -1,4 +1,4 @@
-"""What does not go with adapters on a frozen model."""
+"""Settings that adapters on a frozen model do not go with."""
 
 from tightfit.jobs.projections import linear_shapes
 from tightfit.jobs.rules.rule import DEEPSPEED_RULES, RUN_RULES, Run, rule

@@ -43,8 +43,8 @@ def refused_by_trainer(run: Run) -> str | None:
 def run_rules(extras: frozenset[str], *, of_levers: bool = False) -> tuple[Rule[Run], ...]:
     """The RUN_RULES that can apply to a run with these EXTRAS; `of_levers`: only rules that concern levers."""
     others = frozenset(EXTRAS) - extras
-    told = (each for each in RUN_RULES if each.sections & extras or not each.sections & others)
-    return tuple(each for each in told if not of_levers or "levers" in each.sections)
+    relevant = (each for each in RUN_RULES if each.sections & extras or not each.sections & others)
+    return tuple(each for each in relevant if not of_levers or "levers" in each.sections)
 
 
 def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -> str | None:

@@ -45,7 +45,7 @@ def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -
 
 @lru_cache(maxsize=4096)
 def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
-    """What `layer_kept` lists, added up by kind."""
+    """Bytes of the tensors of `layer_kept` by kind."""
     sums = dict.fromkeys(SavedBytes._fields, 0)
     for tensor in layer_kept(shape, layer, level):
         sums[tensor.kind] += tensor.bytes

@@ -29,7 +29,7 @@ class Params(NamedTuple):
         return Params(self.dense + times * other.dense, self.experts + times * other.experts)
 
     def shard(self, ranks: int, expert: int) -> int:
-        """What one of `ranks` holds when dense weights are split over all and experts over those that share them."""
+        """Weights on one of `ranks`: dense ones are sharded over all, experts over the ranks that have the same."""
         return ceil(self.dense, ranks) + ceil(self.experts, max(1, ranks // expert))
 
 

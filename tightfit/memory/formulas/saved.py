@@ -144,7 +144,7 @@ def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
 
 
 def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
-    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row.
+    """Tensors saved by kernels/routed_mlp.py: gate and up of every (token, expert) row, and the routing.
 
     Expert ranks (parallel/expert.py; load assumed balanced) also keep the rows they received, and the permutation of
     rows before sending and after receiving.

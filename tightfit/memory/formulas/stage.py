@@ -142,7 +142,7 @@ class StageMemory:
         self.for_weights_bytes = len(levels) * _for_weights_bytes(shape)
         """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
         self.visits = tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1]
-        """From the last layer to the first."""
+        """Layers at which backward may be fullest, from the last to the first."""
 
 
 remembered_stage = lru_cache(maxsize=65536)(StageMemory)

@@ -70,7 +70,7 @@ class WorkingWeights:
         """When all layers' backward is done."""
         stays_to_end = self.stays_gathered and not self.sums_whole
         self.at_end_bytes = states.element_bytes * stage.weights if stays_to_end else 0
-        """In FSDP2's last callback."""
+        """In FSDP2's callback after backward."""
 
     def _held(self, *, copied: int, at_work: int, freed: int = 0) -> int:
         """Copies of `copied` weights; gathered under ZeRO-3 the root and `at_work`, under 1 and 2 all but `freed`."""

@@ -52,27 +52,27 @@ def export(plan: Plan, wanted: str) -> list[str]:
         return _export_one(plan, kind, Path(place))
     folder = Path(wanted)
     plan_file = folder / PLAN_FILE
-    said = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
+    lines = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
     for kind, (name, _) in EXPORTS.items():
         try:
-            said.append(_written(plan, kind, folder / name, plan_file))
+            lines.append(_written(plan, kind, folder / name, plan_file))
         except UserError as error:
-            said.append(f"no {name}: {error}")
-    return said
+            lines.append(f"no {name}: {error}")
+    return lines
 
 
 def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
     plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
-    said = [_written(plan, kind, path, plan_file)]
+    lines = [_written(plan, kind, path, plan_file)]
     if kind in NEEDS_PLAN:
-        said.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
-    return said
+        lines.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
+    return lines
 
 
 def _written(plan: Plan, kind: str, path: Path, plan_file: Path) -> str:
     """Write one export; the returned line has the estimate for the engine that runs it, if that is another one."""
-    said = _write(path, EXPORTS[kind][1](plan, plan_file), executable=kind in SCRIPTS)
-    return f"{said}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else said
+    line = _write(path, EXPORTS[kind][1](plan, plan_file), executable=kind in SCRIPTS)
+    return f"{line}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else line
 
 
 def _accelerate_text(plan: Plan) -> str:

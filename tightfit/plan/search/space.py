@@ -339,10 +339,10 @@ class SearchSpace:
         alone = (each for each in self.pins.own() if replace(self, pins=self.pins.without(*each))._has_layout())
         culprit = ".".join(next(alone, ()))
         reasons = (self._reason(layout) for family in self._every_family() for layout in family)
-        told = Counter(reason for reason in islice(reasons, ASKED_REASONS) if reason and culprit in reason)
-        if told:  # the most common reason is not one that another micro-batch or degree would fix
+        counts = Counter(reason for reason in islice(reasons, ASKED_REASONS) if reason and culprit in reason)
+        if counts:  # the most common reason is not one that another micro-batch or degree would fix
             pinned = f" that agrees with {self.pins}" if self.pins else ""
-            return f"{self.machine.text} has no layout{pinned}: {told.most_common(1)[0][0]}"
+            return f"{self.machine.text} has no layout{pinned}: {counts.most_common(1)[0][0]}"
         if culprit:
             return f"no layout of {self.machine.text} for {self.workload.spec.family} agrees with {self._said(culprit)}"
         return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
