@@ -30,8 +30,8 @@ class PeakRates:
 class Accelerator:
     """One row of the catalog.
 
-    `memory_gb` is what the vendor prints. `usable_gib` is what CUDA reports to a program as the card's total, where
-    that is known: firmware and error correction keep some, so it is what a plan must fit in.
+    `memory_gb` is the vendor's figure. `usable_gib` is the total that CUDA reports to a program, where known: firmware
+    and error correction reserve some, so this is what a plan must fit in.
     """
 
     family: str
@@ -41,32 +41,32 @@ class Accelerator:
     rates: PeakRates
     host_link: str
     peer_link: str
-    """Between the cards of a node: a fabric, or the PCIe that also leads to the host."""
+    """Link between the cards of a node: a fabric such as NVLink, or the PCIe that also leads to the host."""
     network: str | None = None
-    """Per card, in the vendor's own reference system; None where there is none."""
+    """Network per card in the vendor's reference system; None where there is none."""
     bridge: str | None = None
-    """Between two cards, if they are bought with it."""
+    """Optional link between two cards (an NVLink bridge); None where the card has none."""
     usable_gib: float | None = None
     power_w: float | None = None
-    """What it may draw; None where unknown."""
+    """Power limit; None where unknown."""
     source: str
     note: str = ""
 
     @property
     def name(self) -> str:
-        """As it is written in a machine, without the form."""
+        """The name used in a machine's text, without the form."""
         return f"{self.family}-{self.memory_gb}GB"
 
     @property
     def vendor(self) -> str:
-        """Who makes it: NVIDIA unless the name is AMD's or Apple's."""
+        """The vendor: NVIDIA unless the name is AMD's or Apple's."""
         if re.match(r"MI\d", self.family):
             return "AMD"
         return "Apple" if re.match(r"M\d", self.family) else "NVIDIA"
 
     @property
     def memory_bytes(self) -> int:
-        """What a plan may use: what CUDA reports, or the vendor's figure read as decimal gigabytes."""
+        """Memory that a plan may use: the total that CUDA reports, else the vendor's figure as decimal gigabytes."""
         return int(self.usable_gib * 2**30) if self.usable_gib else self.memory_gb * 10**9
 
     @property
@@ -76,10 +76,10 @@ class Accelerator:
 
     @property
     def host(self) -> Link:
-        """The link to the memory of the node."""
+        """The link to the host's memory."""
         return LINKS[self.host_link]
 
     @property
     def shares_memory(self) -> bool:
-        """Whether its memory is the processor's too, so that there is no other to keep anything in."""
+        """Whether host and card share one memory, so that nothing can be offloaded."""
         return self.host_link == "unified"

@@ -1,8 +1,8 @@
 """This machine's own rates, as `tightfit calibrate` and `tightfit doctor` measured them, in a file of the user's.
 
 The file is `$XDG_CONFIG_HOME/tightfit/calibration.json` (`~/.config` where that is not set), one entry per device name.
-`--on local` and `--fit` use the entry of the card they find; without one they count with the shares of other cards
-(sustained.py). Rates are what the machine reached, not shares of a data sheet.
+`--on local` and `--fit` use the entry of the card they find; without one they assume the shares of peak rates in
+sustained.py. Stored are the rates that the machine reached, not shares of a data sheet.
 """
 
 import json
@@ -24,7 +24,7 @@ from tightfit.hardware.efficiency import MEASURED, Efficiency, Shares
 FORMAT = 1
 RATES = ("copy_gb_s", "link_gb_s", "link_both_ways", "host_adam_params_s")
 TIMES = ("product_us", "layer_launch_ms")
-"""May be nothing."""
+"""Measured times, which may be 0; RATES must be above."""
 CPU = "cpu"
 """The device name of a machine without a GPU."""
 
@@ -36,17 +36,17 @@ class Calibration:
     device: str
     date: str
     products_tflop_s: Mapping[str, float]
-    """Of matrix products that follow one another, by number format."""
+    """Sustained rate of matrix products that follow one another, by number format."""
     product_us: float
-    """Fixed part of one product."""
+    """Fixed time of one product."""
     attention_tflop_s: Mapping[str, tuple[float, float]]
     """Causal attention, forward and backward, by number format."""
     copy_gb_s: float
-    """Read and written, of a copy on the device."""
+    """Bytes read plus bytes written by a copy on the device."""
     link_gb_s: float
-    """Of a pinned copy from the host."""
+    """Rate of a pinned copy from the host."""
     link_both_ways: float
-    """Of each of two copies at once, as a share of one alone."""
+    """Rate of each of two simultaneous copies in opposite directions, as a share of one alone."""
     host_adam_params_s: float
     layer_launch_ms: float
     """The host's time to launch a plain layer, forward and backward."""
@@ -54,7 +54,7 @@ class Calibration:
     collectives: CollectiveRates | None = None
     """Exchanges between all devices of this machine; None until `tightfit doctor` has measured them."""
     serving: CpuRates | None = None
-    """What steps of serving take, of a CPU."""
+    """Rates of serving on a CPU; None on a GPU."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -62,12 +62,12 @@ class Calibration:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Calibration":
-        """What `to_json` made; ValueError where a rate is no number."""
+        """The calibration from `to_json`'s data; ValueError where a rate is no number."""
         attention = {name: (float(pair[0]), float(pair[1])) for name, pair in data["attention_tflop_s"].items()}
         kept = data.get("collectives")
         collectives = None if kept is None else CollectiveRates.from_json(kept)
         if collectives is not None:
-            collectives.peer_rates()  # which sees that every operation was measured
+            collectives.peer_rates()  # fails unless every operation was measured
         parts = data.get("serving")
         serving = None if parts is None or not CpuRates.is_whole(parts) else CpuRates.from_json(parts)
         found = cls(**{**data, "attention_tflop_s": attention, "collectives": collectives, "serving": serving})
@@ -84,7 +84,7 @@ class Calibration:
                 raise ValueError(f"{name} is {rate!r}")
 
     def efficiency(self, card: Accelerator) -> Efficiency:
-        """The measured rates as shares of the card's peaks, which is what costs count with."""
+        """The measured rates as shares of the card's peaks, the form that cost models use."""
         return replace(
             MEASURED,
             narrow=self._shares(card, MEASURED.narrow, ("bf16", "fp16")),
@@ -99,7 +99,7 @@ class Calibration:
         )
 
     def _share(self, card: Accelerator, numbers: tuple[str, ...]) -> float | None:
-        """Of the first number format that was measured and that the card has a peak of."""
+        """Share of the peak of the first of `numbers` that was measured and has a known peak; None without."""
         for number in numbers:
             peak = getattr(card.rates, number)
             if number in self.products_tflop_s and peak:
@@ -123,13 +123,13 @@ class Calibration:
 
 
 def calibration_path() -> Path:
-    """The user's file."""
+    """The path of the user's calibration file."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
     return Path(home) / "tightfit" / "calibration.json"
 
 
 def read_calibrations(path: Path | None = None) -> dict[str, Calibration]:
-    """Every entry by device name; nothing where there is no file."""
+    """Every entry by device name; empty where there is no file."""
     path = path or calibration_path()
     if not path.exists():
         return {}
@@ -144,7 +144,7 @@ def read_calibrations(path: Path | None = None) -> dict[str, Calibration]:
 
 
 def write_calibration(found: Calibration, path: Path | None = None) -> Path:
-    """Add or replace the entry of `found`'s device; others stay, and so do exchanges that were not measured anew."""
+    """Add or replace the entry of `found`'s device; other devices' stay, and so do collectives if not measured anew."""
     path = path or calibration_path()
     before = read_calibrations(path)
     if found.collectives is None and found.device in before:

@@ -43,7 +43,7 @@ def accelerator_of_row(row: Mapping[str, str]) -> Accelerator:
 
 
 def row_of_accelerator(card: Accelerator) -> dict[str, Any]:
-    """An accelerator as a row of the catalogue, without what is unknown."""
+    """An accelerator as a row of the catalog, without unknown fields."""
     row = {name: value for name, value in asdict(card).items() if name != "rates"} | asdict(card.rates)
     return {name: value for name, value in row.items() if value is not None and value != ""}
 
@@ -85,7 +85,7 @@ def _same(name: str, row: Accelerator) -> bool:
 
 
 def _near(name: str) -> str:
-    """Names of the families that are spelled like `name`, its size aside."""
+    """A hint with cards whose family is spelled like `name`, its memory size aside."""
     families = {_plain(row.family): row.family for row in CATALOG}
     asked = _plain(re.sub(r"[-_ ]\d+ ?gi?b$", "", name, flags=re.IGNORECASE))
     near = [families[each] for each in difflib.get_close_matches(asked, families, n=2, cutoff=0.5)]

@@ -1,13 +1,13 @@
-"""How fast the ranks of this machine exchange data, as `tightfit doctor` measured it.
+"""How fast collectives run between the ranks of this machine, as `tightfit doctor` measured them.
 
 A measured time is split in two: t(payload) = latency + wire bytes / rate, where the latency is the shortest of all
-times (one that a small payload took longer than was disturbed) and the rate follows from the largest payload. Wire
-bytes are what a rank sends in the best algorithm (Thakur et al. 2005), N ranks and S bytes of payload (what each holds
-at the end; of a sum, what each begins with):
+times (a small payload that took longer was disturbed) and the rate follows from the largest payload. Wire bytes are
+those that a rank sends in the best algorithm (Thakur et al. 2005), for N ranks and S bytes of payload (what each rank
+holds at the end; of a sum, at the beginning):
 
     all-reduce 2 S (N−1)/N    all-gather, reduce-scatter, all-to-all S (N−1)/N    send S
 
-Limits: one node, all of its ranks at once. Groups of fewer ranks are planned with the same rate per rank.
+Limits: one node, all of its ranks in one group. Smaller groups are planned with the same rate per rank.
 """
 
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ OPERATIONS = (*RING, *PAIRWISE)
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRates:
-    """What a plan counts exchanges inside a node with, per rank and one way."""
+    """Rates of collectives inside a node that a plan uses, per rank and in one direction."""
 
     ring_bytes_s: float
-    """Of all-reduce, all-gather and reduce-scatter."""
+    """Wire bytes a second of all-reduce, all-gather and reduce-scatter."""
     pair_bytes_s: float
-    """Of all-to-all and send."""
+    """Wire bytes a second of all-to-all and send."""
     hop_s: float
-    """One step of a ring."""
+    """Latency of one step of a ring."""
 
     @classmethod
     def of_link(cls, link: Link) -> "PeerRates":
-        """What is expected of a link that was not measured."""
+        """The expected rates of a link that was not measured."""
         rate = link.collective_bytes_s
         return cls(ring_bytes_s=rate, pair_bytes_s=rate, hop_s=link.hop_s)
 
@@ -62,7 +62,7 @@ class CollectiveRates:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "CollectiveRates":
-        """What `to_json` made."""
+        """The rates from `to_json`'s data."""
         return cls(**{**data, "points": tuple(CollectivePoint(**point) for point in data["points"])})
 
     def of(self, operation: str) -> list[CollectivePoint]:
@@ -72,18 +72,18 @@ class CollectiveRates:
         )
 
     def latency_us(self, operation: str) -> float:
-        """The shortest time of any payload."""
+        """Latency: the shortest time of any payload."""
         return min(point.us for point in self.of(operation))
 
     def wire_bytes_s(self, operation: str) -> float:
         """Bytes a second that a rank sends, beyond the latency, at the largest payload."""
         first, *_, last = self.of(operation)
         more_bytes = wire_share(operation, self.ranks) * (last.payload_bytes - first.payload_bytes)
-        sending_us = max(last.us - self.latency_us(operation), last.us / 2)  # a large payload is not all latency
+        sending_us = max(last.us - self.latency_us(operation), last.us / 2)  # at most half of a large one is latency
         return more_bytes / (sending_us * 1e-6)
 
     def peer_rates(self) -> PeerRates:
-        """The slowest operation of each kind, and the all-gather's latency over its N − 1 hops."""
+        """Rates of the slowest operation of each kind, and the all-gather's latency per hop (N − 1 hops)."""
         hops = max(1, self.ranks - 1)
         return PeerRates(
             ring_bytes_s=min(self.wire_bytes_s(operation) for operation in RING),

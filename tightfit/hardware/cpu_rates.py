@@ -1,8 +1,8 @@
-"""What a step of serving takes on a CPU, part by part, as `tightfit calibrate` and `tightfit bench serve` measure it.
+"""Times of the parts of a serving step on a CPU, as `tightfit calibrate` and `tightfit bench serve` measure them.
 
-A CPU has no one rate of products: one row is as fast as weights are read, a few are slower than that and far from the
-peak, hundreds reach it. So products are kept as nanoseconds for each weight at several numbers of rows, by what weights
-are read in.
+A CPU has no single rate of products: with one row they are as fast as weights are read, with a few rows slower than
+that and far from the peak, with hundreds they reach the peak. So products are stored as nanoseconds per weight at
+several numbers of rows, for each format in which weights are read.
 """
 
 import math
@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 ReadAs = Literal["fp32", "fp16", "int4"]
-"""What a product reads of a weight: itself, its copy in 16 bits, or a code of 4."""
+"""Format in which a product reads weights: float32, a 16-bit copy, or 4-bit codes."""
 Curve = tuple[tuple[int, float], ...]
-"""Rows and nanoseconds for each weight, ascending."""
+"""(rows, nanoseconds per weight), ascending."""
 
 CALLS = ("layer_us", "operation_us", "step_us", "answer_us", "score_ns")
-"""May be nothing."""
+"""Times that may be 0; the others must be above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,28 +24,28 @@ class CpuRates:
     """Measured parts of a step; plan/cpu_serving_time.py adds them up."""
 
     products: Mapping[ReadAs, Curve]
-    """fp32 always; others where this CPU's torch multiplies by them."""
+    """fp32 always; other formats where this CPU's torch has products with them."""
     layer_us: float
-    """Of the calls of a plain layer with single tokens, beside what they compute."""
+    """Call overhead of a plain layer's operations in a decode step."""
     operation_us: float
-    """Of each operation of a layer that runs through its own modules (plan/cpu_operations.py)."""
+    """Call overhead of each operation in a layer that runs through its own modules (plan/cpu_operations.py)."""
     step_us: float
-    """Of a step with one answer outside of its layers."""
+    """A step with one answer, outside its layers."""
     answer_us: float
-    """Of each answer that gets a token: what is known of it, its choice."""
+    """Each further answer, a sequence that samples a token: its bookkeeping and sampling."""
     logit_ns: float
-    """Of each number that a choice looks at."""
+    """Each logit that sampling reads."""
     element_ns: float
-    """Of each number that norms, rotary positions and activations read or write."""
+    """Each number that norms, rope and activations read or write."""
     attention_gflop_s: float
-    """Of the products of queries, keys and values of pieces of prompts."""
+    """Rate of attention's two products in prefill."""
     score_ns: float
-    """Of each score between those products: the softmax."""
+    """The softmax, per score in prefill."""
     cached_gb_s: float
-    """Keys and values that single tokens attend over."""
+    """Rate at which decode reads keys and values from the cache."""
 
     def product_ns(self, read_as: ReadAs, rows: int) -> float:
-        """For each weight: between measured numbers of rows on a line, beyond the last in proportion."""
+        """Nanoseconds per weight: interpolated between measured numbers of rows, proportional beyond the last."""
         curve = self.products[read_as]
         if rows >= curve[-1][0]:
             return curve[-1][1] * rows / curve[-1][0]
@@ -56,17 +56,17 @@ class CpuRates:
         return low_ns + (high_ns - low_ns) * (rows - low) / (high - low)
 
     def nearest(self, read_as: ReadAs) -> ReadAs:
-        """What this CPU reads where weights could be read so: themselves where it cannot."""
+        """`read_as` if this CPU has products with that format, else fp32."""
         return read_as if read_as in self.products else "fp32"
 
     @classmethod
     def is_whole(cls, data: Mapping[str, Any]) -> bool:
-        """Whether `data` has all parts: fewer were measured before."""
+        """Whether `data` has all parts; older calibrations have fewer."""
         return data.keys() >= {each.name for each in fields(cls)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "CpuRates":
-        """What `asdict` made; ValueError where a rate is no number."""
+        """The rates from `asdict`'s data; ValueError where a rate is no number."""
         curves = {name: tuple((int(rows), float(ns)) for rows, ns in curve) for name, curve in data["products"].items()}
         found = cls(**{**data, "products": curves})
         found._check()

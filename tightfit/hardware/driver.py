@@ -1,11 +1,11 @@
-"""What the CUDA driver says of a card that the catalog does not have, and the peaks that follow from it.
+"""Attributes that the CUDA driver reports of a card that is not in the catalog, and the peaks that follow from them.
 
     matrix products    multiprocessors × clock × operations a cycle, by compute capability
     float32            multiprocessors × clock × 2 × cores
     bandwidth          2 × memory clock × bus width (every memory since GDDR5 moves data twice a cycle)
 
-The operations a cycle are those that reproduce the data sheets of that generation (dense fp16 products with float32
-sums; GeForce cards have half of them). Read through libcuda by ctypes: torch is not imported, no context is made.
+The operations per cycle are those that reproduce the data sheets of a generation (dense fp16 products with float32
+accumulation; GeForce cards have half). Read through libcuda by ctypes, without importing torch or creating a context.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from tightfit.hardware.accelerator import Accelerator, PeakRates
 
 MULTIPROCESSORS, CLOCK_KHZ, MEMORY_CLOCK_KHZ, BUS_BITS, MAJOR, MINOR = 16, 13, 36, 37, 75, 76
-"""Numbers of CUdevice_attribute."""
+"""Values of the enum CUdevice_attribute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Operations a cycle and multiprocessor of one compute capability, and the PCIe its cards came with."""
+    """FLOPs per cycle and multiprocessor of one compute capability, and the PCIe generation of its cards."""
 
     fp16: int
     cores: int
@@ -52,7 +52,7 @@ class DriverFacts:
 
 
 def driver_facts(device: int = 0) -> DriverFacts | None:
-    """What libcuda says of `device`; None where there is no driver or no such device."""
+    """Attributes of `device` from libcuda; None where there is no driver or no such device."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -19,18 +19,18 @@ ByHead = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Shares of the peak rate of one number format."""
+    """Shares of the peak rate of one number format that kernels reach."""
 
     products: float
-    """Of a layer's GEMMs: seconds = `product_s` + FLOPs / rate."""
+    """A layer's GEMMs: seconds = `product_s` + FLOPs / rate."""
     product_s: float
     """Fixed seconds per GEMM, fitted to all GEMMs of calibration.csv."""
     attention_forward: ByHead
     attention_backward: ByHead
-    """Of attention at long sequences, where only pairs of tokens count."""
+    """Attention at long sequences, where only pairs of tokens count."""
     forward_tokens: ByHead
     backward_tokens: ByHead
-    """Each token also costs as much as this many keys at half visibility: diagonal blocks, row sums, dQ in float32."""
+    """Fixed cost of a token, as further keys of which it sees half: diagonal blocks, row sums, dQ in float32."""
 
 
 NARROW = Shares(
@@ -53,8 +53,8 @@ NARROW = Shares(
 )
 """cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens; heads of 192 inside a step of DeepSeek-V2-Lite. The
 GEMMs of calibration.csv, in bursts of 15 ms, reach 744; in a step they follow one another and the card lowers its
-clock, so the rate is that of `matmul` below. Heads of 128 likewise: 635 and 596 in bursts, and what long_attention.csv
-has for seconds on end, at the power limit."""
+clock, so the rate is that of `matmul` below. Heads of 128 likewise: 635 and 596 in bursts; used are the rates of
+long_attention.csv, sustained for seconds at the power limit."""
 WIDE = Shares(
     products=51.69 / H200_FP32_TFLOP_S,
     product_s=20.9e-6,
@@ -68,7 +68,7 @@ WIDE = Shares(
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAttention:
-    """Our Triton kernel, which windows and soft caps take: shares of the peak at long rows, and tokens' keys."""
+    """Our Triton attention kernel, for windows and soft caps: fields as in Shares."""
 
     forward: ByHead = ((64, 447 / H200_BF16_TFLOP_S), (128, 502 / H200_BF16_TFLOP_S), (256, 435 / H200_BF16_TFLOP_S))
     backward: ByHead = ((64, 267 / H200_BF16_TFLOP_S), (128, 360 / H200_BF16_TFLOP_S), (256, 150 / H200_BF16_TFLOP_S))
@@ -96,7 +96,7 @@ class Efficiency:
     """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
     own: "OwnAttention" = field(default_factory=lambda: OWN)
     bandwidth: float = 4136 / H200_GB_S
-    """A copy, read and written bytes counted (kernels.csv, copy_gb_s)."""
+    """A copy on the card, bytes read plus bytes written (kernels.csv, copy_gb_s)."""
     fp8_tensor: float = 1348.6 / H200_FP8_TFLOP_S
     """fp8 GEMMs with a scale per tensor and fast accumulation (calibration.csv, "tensor fast")."""
     fp8_tensor_wide: float = 1279.8 / H200_FP8_TFLOP_S
@@ -104,24 +104,24 @@ class Efficiency:
     fp8_row: float = 1447.6 / H200_FP8_TFLOP_S
     """With a scale per row ("row fast")."""
     codes: float = 0.902
-    """Quantization's share of copy bandwidth, in the bytes of kernels/fp8_quantize.py (all "codes")."""
+    """Share of copy bandwidth that fp8 quantization reaches, in bytes of kernels/fp8_quantize.py (all "codes")."""
     updates: tuple[tuple[str, float], ...] = (
         ("torch fp32", 0.9),
         ("inside backward", 0.9),
         ("8bit", 0.411),
         ("factored", 0.799),
     )
-    """Optimizer updates' share of copy bandwidth, by implementation, in bytes of plan/seconds/optimizer.py ("update");
-    1 for others: the list kernel reaches 4 157 to 4 164 GB/s inside a step (step_profile.csv). Beside masters it comes
-    with copies that widen and narrow: 0.9 of it together, from the truth tables. Inside backward every weight has a
-    norm and an update of its own: 0.88 in steps of a 1B model, 1.0 where experts' weights are large."""
+    """Share of copy bandwidth that updates reach, by implementation, in bytes of plan/seconds/optimizer.py ("update");
+    1 for others: the list kernel reaches 4 157 to 4 164 GB/s inside a step (step_profile.csv). With masters, casts of
+    gradients and weights come with it: 0.9 together, from the truth tables. Inside backward every weight has a norm and
+    an update of its own: 0.88 in steps of a 1B model, 1.0 where experts' weights are large."""
     link_both_ways: float = 47.39 / 55.32
     """Bandwidth of each of two simultaneous copies, as a share of one alone, during GEMMs ("link")."""
     host_adam_params_s: float = 4.313e9
     """Parameters a second of AdamW on one node's host (torch's fused CPU kernel; "host adam")."""
 
     def shares(self, *, wide: bool) -> Shares:
-        """Of float32, or of 16 bits."""
+        """The shares of float32 (`wide`), or of 16 bits."""
         return self.wide if wide else self.narrow
 
 

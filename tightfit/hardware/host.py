@@ -1,8 +1,8 @@
-"""Free host memory: the lesser of what the kernel reports as available and what the container may still use.
+"""Free host memory: the lesser of the memory that the kernel reports as available and the container's remaining limit.
 
-`MemAvailable` is what programs could allocate without swapping, droppable caches included, but of the whole machine.
-Inside a container the cgroup's limit, less its usage beyond droppable files, counts (cgroup v2, and v1 on older
-systems).
+`MemAvailable` is the memory that programs can allocate without swapping, reclaimable page cache included, but of the
+whole machine. Inside a container the cgroup's limit counts, less its usage without reclaimable file cache (cgroup v2,
+and v1 on older systems).
 """
 
 import re
@@ -13,7 +13,7 @@ FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
-"""Per cgroup version: files of limit, usage and statistics, and the name of droppable caches in the last."""
+"""Per cgroup version: files of limit, usage and statistics, and the key of reclaimable file cache in the last."""
 
 
 def free_host_bytes(meminfo: Path = MEMINFO, groups: Path = GROUPS) -> int | None:

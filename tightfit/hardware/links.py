@@ -1,8 +1,8 @@
 """Links between accelerators, between nodes, and between an accelerator and its host.
 
 `gb_s` is the vendor's rate in one direction: of all lanes of one accelerator (NVLink, PCIe ×16), or of one port
-(InfiniBand, Ethernet). COLLECTIVE_SHARE is what collectives reach of it and HOP_US the latency of one ring step;
-neither is our measurement, except that a pinned copy to the host reached 55 of 63 GB/s (PCIe 5, beside an H200).
+(InfiniBand, Ethernet). COLLECTIVE_SHARE is the share that collectives reach, and HOP_US the latency of one ring step;
+neither is our measurement, except that a pinned copy to the host reached 55 of 63 GB/s (PCIe 5, with an H200).
 Sources: rates are the standards' (PCI-SIG, IBTA, NVIDIA's NVLink page, AMD's data sheets); hop times are the ones NCCL
 itself plans with (`src/graph/tuning.cc`, ring, "simple" protocol: NVLink 3.4, PCI 5.7, network 14 µs; 8.4 µs a call);
 shares follow public nccl-tests figures (A100 NVLink 230-250 of 300 GB/s; eight H100 on PCIe 5: 35-45 of 63).
@@ -13,7 +13,7 @@ from typing import Literal
 
 Kind = Literal["fabric", "pcie", "network"]
 CALL_US = 8.4
-"""NCCL's estimate of the start of one collective."""
+"""Fixed time of starting one collective, by NCCL's estimate."""
 HOP_US: dict[Kind, float] = {"fabric": 3.4, "pcie": 5.7, "network": 14.0}
 COLLECTIVE_SHARE: dict[Kind, float] = {"fabric": 0.8, "pcie": 0.6, "network": 0.8}
 COPY_SHARE = 55 / 63
@@ -41,7 +41,7 @@ class Link:
 
     @property
     def hop_s(self) -> float:
-        """Seconds that one step of a ring waits for its neighbour."""
+        """Latency of one step of a ring, in seconds."""
         return HOP_US[self.kind] * 1e-6
 
 

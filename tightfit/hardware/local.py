@@ -1,4 +1,4 @@
-"""What this machine has, from nvidia-smi, the driver and the kernel; never by importing torch."""
+"""The GPUs, CPU and memory of this machine, from nvidia-smi, the driver and the kernel; never by importing torch."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from tightfit.hardware.machine import DEFAULT_NETWORK, Machine, parse_machine
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 WAYS = "run tightfit calibrate to plan for its CPU, or name a machine, such as --on 8xH100-80GB"
-"""What somebody without a GPU can do; the planner has no figures of a CPU that nobody has measured."""
+"""Advice for users without a GPU: the planner has no rates for a CPU until they are measured."""
 BRANDS = ("NVIDIA", "TESLA", "GEFORCE")
 
 
@@ -38,7 +38,7 @@ def _has_gpu() -> bool:
 
 
 def _cpu_machine(calibration: Calibration, host_memory: str | int | None) -> Machine:
-    """This machine's CPU as the one device there is; its memory is the host's."""
+    """A machine whose one device is its CPU, with the host's memory as the device's."""
     host = parse_machine("T4", _host_bytes() if host_memory is None else host_memory).host_bytes
     if host is None:
         raise UserError("this machine does not say how much memory it has; give --host-memory")
@@ -101,7 +101,7 @@ def _listing() -> str:
 
 
 def _card(name: str, total_mib: int, facts: DriverFacts | None) -> Accelerator:
-    """The catalog's row for `Tesla V100-SXM2-32GB` with so much memory, else what the driver says of the card."""
+    """The catalog's row for a name such as `Tesla V100-SXM2-32GB` and its memory, else a card of the driver's facts."""
     words = [word for word in re.sub(r"[^A-Z0-9]", " ", name.upper()).split() if word not in BRANDS]
     spelled = {"".join(words[:count]) for count in range(1, len(words) + 1)}
     rows = [row for row in CATALOG if row.family.upper() in spelled]

@@ -3,14 +3,14 @@
     H100-80GB               one card
     8xV100-32GB             one node of eight, with the links of the vendor's own system (SXM where there is one)
     4xA100-40GB:pcie        PCIe cards
-    2x8xH100-80GB           two nodes of eight; between them what the vendor's reference system has (NDR, one per card)
+    2x8xH100-80GB           two nodes of eight, with the network of the vendor's reference system (NDR, one per card)
     4x8xL4:ethernet-100     between nodes: edr, hdr, ndr, xdr (per card), ethernet-10 … -400 (per node)
     2xRTX3090:nvlink        a pair of cards with their bridge
     2x./card.yaml           two cards of one's own, described in a file (own_card.py)
     local                   what nvidia-smi finds in this machine
 
-Cards without a vendor's cluster are assumed to share one 100 Gb/s Ethernet port per node unless the text says
-otherwise; a plan prints the link it used.
+Cards without a vendor's reference network are assumed to share one 100 Gb/s Ethernet port per node unless the text
+names another; a plan prints the link it used.
 """
 
 import re
@@ -46,7 +46,7 @@ class Machine:
     host_bytes: int | None = None
     text: str
     calibration: Calibration | None = field(default=None, compare=False)
-    """What was measured on this machine; None for one that is only named."""
+    """Rates measured on this machine; None for a machine that is only named."""
 
     @property
     def is_cpu(self) -> bool:
@@ -60,7 +60,7 @@ class Machine:
 
     @property
     def peers(self) -> PeerRates:
-        """Exchanges inside a node: as `tightfit doctor` measured them here, else what the link is expected to reach."""
+        """Rates of collectives inside a node: measured here by `tightfit doctor`, else expected of the link."""
         if self.calibration is None or self.calibration.collectives is None:
             return PeerRates.of_link(self.intra)
         return self.calibration.collectives.peer_rates()
@@ -121,7 +121,7 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
 
 
 def machine_of_json(data: Mapping[str, Any]) -> Machine:
-    """What `to_json` made: a card that the catalog does not have comes with its row, a calibration with its rates."""
+    """The machine from `to_json`'s data, which has the row of a card that is not in the catalog, and a calibration."""
     calibration = Calibration.from_json(data["calibration"]) if "calibration" in data else None
     if "card" not in data:
         return replace(parse_machine(data["text"], data["host_bytes"]), calibration=calibration)
@@ -139,7 +139,7 @@ def machine_of_json(data: Mapping[str, Any]) -> Machine:
 
 
 def _own_card(path: str) -> Accelerator:
-    from tightfit.hardware.own_card import own_card  # reads YAML, which few plans need
+    from tightfit.hardware.own_card import own_card  # imports YAML, which few plans need
 
     return own_card(Path(path))
 
@@ -182,7 +182,7 @@ def _bridge(text: str, accelerator: Accelerator, per_node: int) -> Link:
 
 
 def _host_bytes(host_memory: str | int | None, accelerator: Accelerator) -> int | None:
-    """Memory of a node beside its cards'; none where that is one for both."""
+    """Host memory of a node; 0 where host and card share one memory."""
     if accelerator.shares_memory:
         if isinstance(host_memory, str):
             raise UserError(

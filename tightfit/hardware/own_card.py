@@ -1,4 +1,4 @@
-"""A card of one's own: a YAML row with the columns of cards.csv, written in a machine as `2x./card.yaml`.
+"""A card that is not in the catalog, from a YAML row with the columns of cards.csv; in a machine `2x./card.yaml`.
 
 family: A6000-modded        # what plans call it
 memory_gb: 96

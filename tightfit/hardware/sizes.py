@@ -1,4 +1,4 @@
-"""Sizes as people write them: `512GB`, `64 GiB`, `4M` tokens."""
+"""Parsing sizes and counts: `512GB`, `64 GiB`, `4M` tokens."""
 
 import re
 

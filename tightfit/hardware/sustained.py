@@ -1,4 +1,4 @@
-"""What a card sustains of its peak, by generation and power: matrix products and attention kernels, in 16 bits.
+"""Share of its peak that a card sustains in matrix products and attention, in 16 bits, by generation and power limit.
 
 A card whose tensor units could draw more than its power limit lowers its clock. Near that limit dynamic power grows
 with about the square of the clock, so cards of one generation are told apart by their watts per TFLOP/s of peak:
@@ -27,7 +27,7 @@ from tightfit.hardware.accelerator import Accelerator
 
 Generation = Literal["pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "apple"]
 LIMIT = 0.9
-"""What the best kernels reach of units that power does not bound, as GeForce cards' halved ones."""
+"""Largest share of the peak, reached where power is no limit, as on GeForce cards, whose tensor rate is halved."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reference:
 
     @property
     def watts_per_tflop_s(self) -> float:
-        """Watts that the card is allowed for each TFLOP/s of its peak."""
+        """Power limit per TFLOP/s of peak."""
         return self.watts / self.peak_tflop_s
 
 
@@ -70,12 +70,12 @@ FAMILIES: tuple[tuple[str, Generation], ...] = (
 
 
 def generation_of(card: Accelerator) -> Generation:
-    """By its name; what is not known counts as Ampere, the most common."""
+    """The card's generation, by its name; unknown names count as Ampere, the most common."""
     return next((generation for pattern, generation in FAMILIES if re.match(pattern, card.family)), "ampere")
 
 
 def power_factor(card: Accelerator, peak_tflop_s: float) -> float:
-    """What the card's power makes of its generation's share; 1 for the reference, and where the power is unknown."""
+    """Factor on the share of the card's generation: √(watts per TFLOP/s ÷ the reference's); 1 if power is unknown."""
     if card.power_w is None:
         return 1.0
     reference = REFERENCES[generation_of(card)]
@@ -83,7 +83,7 @@ def power_factor(card: Accelerator, peak_tflop_s: float) -> float:
 
 
 def product_share(card: Accelerator, peak_tflop_s: float) -> float:
-    """Of 16-bit matrix products that follow one another."""
+    """Share of the peak that 16-bit matrix products sustain one after another."""
     return min(LIMIT, REFERENCES[generation_of(card)].share * power_factor(card, peak_tflop_s))
 
 
@@ -95,12 +95,12 @@ ATTENTION: dict[str, dict[Generation, tuple[float, float]]] = {
 DEFAULT_ATTENTION = 0.60, 0.52
 """FlashAttention-2 on the cards it was written for."""
 NARROW_HEADS = {"flash-triton": 0.75}
-"""What a kernel reaches with heads of 64, as a share of what it does with 128; 0.89 for the others (kernels.csv)."""
+"""A kernel's rate with heads of 64 relative to heads of 128; 0.89 for other kernels (kernels.csv)."""
 WIDE_HEAD = 128
 
 
 def attention_shares(card: Accelerator, kernel: str, peak_tflop_s: float, head_dim: int) -> tuple[float, float]:
-    """Of one kernel on this card, forward and backward."""
+    """Shares of the peak of an attention kernel on this card, forward and backward."""
     generation = generation_of(card)
     forward, backward = ATTENTION.get(kernel, {}).get(generation, DEFAULT_ATTENTION)
     factor = min(power_factor(card, peak_tflop_s), LIMIT / REFERENCES[generation].share)

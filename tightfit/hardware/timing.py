@@ -1,11 +1,11 @@
-"""Seconds of a call on this machine, by the clock."""
+"""Wall-clock seconds of a call."""
 
 import time
 from collections.abc import Callable
 
 
 def seconds_each(run: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds of each of `rounds` calls, after one that makes what is made on first use."""
+    """Seconds of each of `rounds` calls, after one warm-up call."""
     run()
     seconds = []
     for _ in range(rounds):

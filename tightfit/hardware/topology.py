@@ -33,12 +33,12 @@ class Topology:
 
 
 def meaning(kind: str) -> str:
-    """What nvidia-smi means by a kind."""
+    """A kind of link in words."""
     return MEANINGS.get("NV" if kind.startswith("NV") else kind, "unknown")
 
 
 def read_topology(text: str | None = None) -> Topology | None:
-    """What nvidia-smi says (`text` stands in for it); None where it says nothing."""
+    """The topology from nvidia-smi (or from `text` in its format); None where nvidia-smi does not give one."""
     if text is None:
         try:
             text = subprocess.run(COMMAND, capture_output=True, text=True, check=True, timeout=20).stdout

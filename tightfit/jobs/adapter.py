@@ -2,8 +2,8 @@
 
     y = W x + (alpha / rank) · B (A x)        A [rank, inputs], B [outputs, rank]
 
-(Hu et al. 2021.) W has no gradient and no optimizer states; where it is compressed it stays so and is expanded a matrix
-at a time (QLoRA, Dettmers et al. 2023). A begins as torch's linear layers do, B at zero, as in PEFT.
+(Hu et al. 2021.) W has no gradient and no optimizer states; if it is quantized it stays so and is dequantized a matrix
+at a time (QLoRA, Dettmers et al. 2023). A is initialised like torch's linear layers, B with zeros, as in PEFT.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from tightfit.models.spec import ModelSpec
 
 LARGEST_RANK = 1024
 UNREAD_BYTES = 7
-"""A weight, on its way from codes that no kernel expands: the code, float32 and 16 bits."""
+"""Bytes per weight while codes are dequantized without a kernel: the code (1), float32 (4) and 16 bits (2)."""
 HELD_GROUP = 64
-"""Neighbouring inputs that share a scale where a base is rounded as it is loaded."""
+"""Group size (neighbouring inputs per scale) of a base that is quantized as it is loaded."""
 
 
 def _short(names: object) -> object:
@@ -39,15 +39,15 @@ class AdapterTraining(Section):
     rank: int | None = Field(default=None, ge=1, le=LARGEST_RANK)
     """Rank of the matrices that are trained while the model is frozen (LoRA). Without, the model itself is trained."""
     alpha: float = Field(default=16.0, gt=0)
-    """What they add is multiplied by alpha / rank."""
+    """The adapters' output is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of their inputs that is dropped while training."""
+    """Probability of dropping each of the adapters' inputs while training."""
     targets: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_short)] = "all-linear"
-    """Projections of every layer that get such matrices: all of them, or some of q, k, v, o, gate, up, down, by these
+    """Projections of every layer that get adapters: all of them, or some of q, k, v, o, gate, up, down, by these
     names, by Hugging Face's, or by globs or regular expressions of whole names."""
     bits: Literal[2, 4, 8] | None = None
-    """Hold linear layers of an uncompressed model in so many bits, rounded as they are loaded (QLoRA); compressed
-    models stay as they are."""
+    """Quantize linear layers of an uncompressed model to this many bits as they are loaded (QLoRA); compressed models
+    stay as they are."""
 
     @model_validator(mode="after")
     def _needs_a_rank(self) -> Self:
@@ -68,7 +68,8 @@ class AdapterTraining(Section):
         return self.alpha / self.rank
 
     def projections(self, spec: ModelSpec | None = None) -> tuple[Projection, ...]:
-        """The targets in the order of the model's shape `spec`; before that is known, those that are named plainly."""
+        """The targeted projections in the model's order; without `spec`, only those of `targets` that are plain names,
+        as patterns need the model's names."""
         if self.targets == ALL_LINEAR:
             return PROJECTIONS
         if spec is not None:
@@ -77,11 +78,12 @@ class AdapterTraining(Section):
 
     @property
     def held(self) -> Scheme | None:
-        """How linear layers are coded as they are loaded."""
+        """The scheme to which linear layers are quantized as they are loaded; None where they are not."""
         return None if self.bits is None else Scheme(bits=self.bits, group=HELD_GROUP, symmetric=False)
 
     def adapted(self, base: "FrozenBase | None" = None, *, spec: ModelSpec | None = None) -> "Adapted | None":
-        """What a plan has to know of it; `base` is a compressed model, `spec` the model's shape where it is known."""
+        """The adapters as a plan needs them, None without; `base` is a compressed model, `spec` the model's shape where
+        it is known."""
         if self.rank is None:
             return None
         return Adapted(
@@ -101,11 +103,11 @@ NOT_ADAPTED = AdapterTraining()
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBase:
-    """How a frozen model's linear layers are held: as plain numbers, or coded."""
+    """How a frozen model's linear layers are held: as plain numbers, or quantized."""
 
     scheme: Scheme | None = None
     coded_bytes: int | None = None
-    """Of all of them, as files say it; None: by the scheme."""
+    """Bytes of all linear layers by the model's files; None: computed from the scheme."""
 
 
 def compressed_base(source: str, spec: ModelSpec) -> FrozenBase | None:
@@ -128,7 +130,7 @@ class Adapted:
 
     @property
     def settings(self) -> AdapterTraining:
-        """The section it comes from, but for what takes no memory."""
+        """The job section it comes from, without fields that take no memory."""
         targets: Any = ALL_LINEAR if self.projections == PROJECTIONS else list(self.projections)
         return AdapterTraining(rank=self.rank, targets=targets, dropout=0.1 if self.drops else 0.0)
 
@@ -146,7 +148,7 @@ class Adapted:
         return spec.layers * sum(self.matrices(spec))
 
     def frozen_bytes(self, spec: ModelSpec, element_bytes: int) -> int:
-        """The frozen model: numbers of `element_bytes`, or codes and the rest in such numbers."""
+        """Bytes of the frozen model: `element_bytes` per weight, or quantized linear layers and all else at that."""
         scheme, shapes = self.base.scheme, linear_shapes(spec).values()
         if scheme is None:
             return element_bytes * spec.params()
@@ -156,11 +158,11 @@ class Adapted:
         return coded_bytes + element_bytes * (spec.params() - coded)
 
     def expanded_bytes(self, outputs: int, inputs: int, element_bytes: int, result_bytes: int) -> int:
-        """What multiplying by a frozen matrix takes beside its codes: the expanded matrix; or what expanding takes, if
-        that is more than the matrix and the `result_bytes` of the product, which is made afterwards."""
+        """Workspace of a product with a frozen quantized matrix: the dequantized matrix; or that of dequantizing, if it
+        is more than matrix and product (`result_bytes`), which is allocated afterwards."""
         scheme, count = self.base.scheme, outputs * inputs
         if scheme is None:
             return 0
-        # products of rounded inputs take codes as they are, but gradients of inputs take numbers
+        # with quantized activations forward multiplies codes, but the gradient of the input needs the matrix in 16 bits
         expanding_bytes = UNREAD_BYTES * count if scheme.activations else scheme.expanded_bytes(outputs, inputs)
         return max(element_bytes * count, expanding_bytes - result_bytes)

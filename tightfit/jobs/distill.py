@@ -15,7 +15,7 @@ class Distill(Section):
     temperature: float = Field(default=2.0, gt=0, le=100)
     """Divides the logits of both, so that unlikely tokens count."""
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
-    """KL(teacher ‖ student) covers all the teacher says, reverse picks what it is sure of, jsd lies between."""
+    """forward: KL(teacher ‖ student), mode-covering; reverse: KL(student ‖ teacher), mode-seeking; jsd lies between."""
     beta: float = Field(default=0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture of jsd."""
     features: float = Field(default=0.0, ge=0)
@@ -23,11 +23,11 @@ class Distill(Section):
     attention: float = Field(default=0.0, ge=0)
     """Weight of the divergence of attention maps, averaged over heads; 0 for none."""
     contrastive: float = Field(default=0.0, ge=0)
-    """Weight of the contrastive loss on last hidden states: each nearest to the teacher's of its token; 0 for none."""
+    """Weight of a contrastive loss on last hidden states, whose positive is the teacher's of the token; 0 for none."""
     feature_layers: int = Field(default=2, ge=1)
     """Layers of the student, evenly spaced up to its last, whose hidden states or maps are compared."""
     place: Literal["device", "host"] = "device"
-    """Where the teacher's weights are; from the host they come layer by layer, at every step."""
+    """Where the teacher's weights are kept; from the host they are copied layer by layer at every step."""
 
     @model_validator(mode="after")
     def _needs_a_teacher(self) -> Self:

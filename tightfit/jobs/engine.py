@@ -1,13 +1,12 @@
-"""Engine: whose code trains the job. Ours unless said otherwise; of others, what decides their memory and time.
+"""Engine: the framework that trains the job, tightfit's own by default; of others, the facts for memory and time.
 
-Each is a row of facts about that code: which attention kernel it calls, how often its norms, rope and gate go over the
-bytes that ours go over once, what runs beside its traffic, and what it keeps that we do not. Numbers of passes are
-counted in the code or measured (Hugging Face's norm and rope on an H200: benchmarks/results/kernels.csv, 85 and 70
-passes where ours take 7 and 4). How far such an estimate is from runs that others have published is on
-docs/published.md.
+A row describes one framework's code: its attention kernel, memory passes of its norms, rope and gate, which
+communication it overlaps with compute, and tensors that it keeps and ours does not. Numbers of passes are counted in
+the code or measured (Hugging Face's norm and rope on an H200: benchmarks/results/kernels.csv, 85 and 70 passes where
+ours take 7 and 4). docs/published.md compares such estimates with published runs.
 
-Widths are numbers read or written per token: of the hidden size for norms and residual sums of a whole layer, of
-queries and keys for rope, of the MLP's columns for its activation.
+One pass reads or writes one number per token and channel: of the hidden size for norms and residual sums of a whole
+layer, of queries and keys for rope, of the MLP's columns for its activation.
 """
 
 from dataclasses import dataclass
@@ -33,16 +32,16 @@ EngineName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """How often a layer's elementwise work goes over its bytes, forward and backward."""
+    """Memory passes of a layer's elementwise kernels, forward and backward."""
 
     stream: tuple[float, float] = (9, 16)
-    """Norms and residual sums, in widths of the hidden size."""
+    """Norms and residual sums, over the hidden size."""
     rope: float = 2
     gate: tuple[float, float] = (3, 6)
     activation: tuple[float, float] = (2, 4)
     """The activation of an MLP without a gate."""
     logits: float | None = None
-    """Over 16-bit logits beside the products; None where the `loss` lever says."""
+    """Passes over 16-bit logits besides the products; None: the `loss` lever decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,7 @@ class EngineMemory:
     """Bytes that an engine keeps and tightfit does not."""
 
     gradient_bytes: int = 0
-    """A whole float32 buffer of gradients, per weight of a rank; 0 where gradients are as ours."""
+    """Bytes per weight of a whole float32 buffer of gradients; 0 where gradients are kept as by tightfit."""
     norm_copies: float = 0.0
     """Copies of the hidden states per layer that unfused norms and sums keep."""
     rope_copies: float = 0.0
@@ -60,11 +59,11 @@ class EngineMemory:
     activation_copies: float = 0.0
     """The same without a gate."""
     keeps_gathered: bool = False
-    """Whether what tensor ranks gather for a block is kept, rather than gathered again."""
+    """Whether the input that tensor ranks all-gather for a block is saved, rather than gathered again in backward."""
     slack_share: float = 0.05
-    """What its allocator reserves beyond what is allocated."""
+    """Memory that its allocator reserves but does not use, as a share of allocated memory."""
     fixed_gib: float = 0.0
-    """NCCL's buffers and workspaces, where several ranks talk."""
+    """NCCL's buffers and workspaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,37 +75,37 @@ class Engine:
     attention: AttentionKernel = "cudnn"
     passes: Passes = Passes()
     eager_norm_passes: Passes | None = None
-    """For families with RMSNorm, where only LayerNorm has a fused kernel."""
+    """Passes for families with RMSNorm, where only LayerNorm has a fused kernel; None: as `passes`."""
     launch_share: float = 1.2
-    """The host's time per layer, as a share of ours."""
+    """The host's time to launch a layer, relative to ours."""
     updates_unseen: bool = False
     """Whether the host launches the update before it reads the loss."""
     captures: bool = False
     """Whether steps that wait for the host are launched as CUDA graphs."""
     skips_last_product: bool = True
-    """Whether a recomputed layer leaves out the product that nobody needs again."""
+    """Whether recomputation leaves out a layer's last product, whose result backward does not need."""
     kept_product_share: float = 1.0
     """The share of a layer's products that `checkpoint_keep: matmuls` keeps."""
     tensor_hidden_share: float = 0.0
-    """The share of tensor ranks' traffic that runs beside the products."""
+    """The share of tensor ranks' collectives that overlaps with products."""
     reduces_wide: bool = True
-    """Whether data ranks add up float32 gradients."""
+    """Whether data ranks reduce gradients in float32."""
     overlaps_gradients: bool = True
     bucket_bytes: int | None = None
-    """What one collective of data ranks sends; None: a layer at a time."""
+    """Bytes of one collective of data ranks; None: a layer's."""
     fuses_accumulation: bool = False
-    """Whether products add a micro-batch's gradients to the sum themselves."""
+    """Whether a weight gradient's product adds to the sum over micro-batches in its epilogue."""
     overlaps_sends: bool = False
-    """Whether a pipeline's sends run beside compute."""
+    """Whether a pipeline's sends overlap with compute."""
     expert_hidden_share: float = 0.0
-    """The share of sending tokens to experts and back that runs beside compute."""
+    """The share of all-to-alls of tokens to experts and back that overlaps with compute."""
     routes_split_tokens: bool = False
-    """Whether a tensor rank sends experts its part of the sequence, not all tokens for its columns of each expert."""
+    """Whether a tensor rank sends its part of the sequence to whole experts, not all tokens to its columns of each."""
     code_share: float = 1.0
-    """Time to make fp8 codes, as a share of ours."""
+    """Time of quantization to fp8, relative to ours."""
     memory: EngineMemory = EngineMemory()
     fixed_layout: tuple[tuple[str, Any], ...] = ()
-    """What it does not split; the search leaves these alone."""
+    """Fields of the layout that it cannot vary, with their values; the search does not change them."""
     fixed_levers: tuple[tuple[str, Any], ...] = ()
     recomputes_all_or_nothing: bool = False
     """Whether it recomputes every layer or none."""
@@ -114,11 +113,11 @@ class Engine:
 
 DATA_ONLY = tuple((name, 1) for name in SPLITS)
 NATIVE = Passes(stream=(10, 18), rope=3, gate=(3, 6), activation=(2, 3), logits=21)
-"""One kernel per operation, residual sums apart: torch's own LayerNorm and GELU, or what torch.compile makes."""
+"""One kernel per norm or activation, residual sums separate: torch's own LayerNorm and GELU, or torch.compile."""
 HF_RMS = Passes(stream=(56, 132), rope=35, gate=(5, 8), activation=(2, 3), logits=21)
-"""transformers' models as they are written: norms and rope in single operations, partly in float32."""
+"""transformers' models in eager mode: norms and rope in single torch operations, partly in float32."""
 TITAN_EAGER = Passes(stream=(14, 28), rope=14, gate=(5, 8), activation=(2, 3), logits=21)
-"""nn.RMSNorm before it was one kernel, rope as complex float32 numbers, SiLU and product apart."""
+"""nn.RMSNorm before it was one kernel, rope as complex float32 numbers, SiLU and product in separate kernels."""
 
 ENGINES: dict[EngineName, Engine] = {
     each.name: each
@@ -226,7 +225,7 @@ OURS = ENGINES["tightfit"]
 
 
 def find_engine(name: str) -> Engine:
-    """The engine called `name`, or a sentence with those there are."""
+    """The engine called `name`; a UserError lists the engines if there is none."""
     if name not in get_args(EngineName):
         raise UserError(f"--engine is {name!r}; give one of {', '.join(ENGINES)}")
     return ENGINES[name]  # type: ignore[index]

@@ -1,6 +1,6 @@
-"""ExpertTraining: the section of a job about the experts of a routed model while it is trained, without torch.
+"""ExpertTraining: the section of a job on how a routed model's experts are trained, without torch.
 
-Neither field belongs to the model: what is saved and served knows nothing of them.
+Neither field belongs to the model: a saved or served model does not have them.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ class ExpertTraining(Section):
     z_loss: float = Field(default=0.0, ge=0, le=1)
     """Weight of the router's z-loss (ST-MoE), the mean square of its logits' logsumexp; 0.001 is usual, 0 for none."""
     capacity_factor: float | None = Field(default=None, gt=0, le=1e6)
-    """An expert takes so many times its even share of a micro-batch's tokens; others are dropped. Without, no limit."""
+    """Most tokens of an expert, times its even share of a micro-batch; the others are dropped. Without, no limit."""
 
     def applied(self, spec: ModelSpec) -> ModelSpec:
         """`spec` with these settings."""
@@ -30,4 +30,4 @@ class ExpertTraining(Section):
 
 
 AS_SAVED = ExpertTraining()
-"""What a saved model says of its training: nothing."""
+"""The default settings, for a model read from its files, which do not have any."""

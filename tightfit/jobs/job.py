@@ -1,7 +1,7 @@
 """Job: what the user wants, as one frozen, validated object.
 
-Every field carries its documentation, so the schema, `tightfit train --fields` and docs/jobs.md are the same text.
-A field that is unknown, out of range or at odds with another is an error here, before anything is read or written.
+A field's docstring is its documentation in `tightfit train --fields` and in docs/jobs.md.
+A field that is unknown, out of range or in conflict with another is an error here, before anything is read or written.
 Nothing in this module imports torch: a job can be checked and planned on a laptop.
 """
 
@@ -42,17 +42,17 @@ class ModelChoice(Section):
 
 
 VOCAB_MULTIPLE = 64
-"""Vocabularies of new models are rounded up to this, which keeps the output GEMM aligned on every GPU."""
+"""Vocabularies of new models are rounded up to a multiple of this, which keeps the output GEMM aligned on every GPU."""
 
 
 def rounded_vocabulary(tokens: int) -> int:
-    """The vocabulary of a model for a tokenizer of `tokens` that was trained for it."""
+    """The vocabulary size of a new model for a tokenizer of `tokens` tokens."""
     return -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 class TokenizerChoice(Section):
     source: str = "model"
-    """`model` uses the one beside the model, `train` makes a byte-level BPE from the data, else a directory."""
+    """`model` uses the model's own, `train` trains a byte-level BPE on the data, else a directory with a tokenizer."""
     vocab_size: int = Field(default=8192, ge=260, le=1_000_000)
     """Vocabulary of a trained tokenizer."""
     train_bytes: int = Field(default=16_000_000, ge=1)
@@ -68,9 +68,9 @@ class Data(Section):
     train: Annotated[list[str], BeforeValidator(_listed)] = Field(min_length=1)
     """Files (text, .jsonl, .json, .csv, .parquet; .gz and .zst), patterns, folders, saved datasets, `stdlib`."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None
-    """How much of each entry of `train` is seen, relative to the others; without, as much as there is."""
+    """Relative number of rows taken from each entry of `train`; without, every entry counts by its size."""
     held_out: float | list[str] = 0.01
-    """Share of documents kept aside for evaluation, or the files to evaluate on; 0 for none."""
+    """Share of documents held out for evaluation, or the files to evaluate on; 0 for none."""
     field: str = "text"
     """Column or key that holds the text (pre-training)."""
     sequence_length: int = Field(default=1024, ge=2)
@@ -107,9 +107,9 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled decay of matrices; norms, biases and positions are never decayed."""
     l1: float = Field(default=0.0, ge=0)
-    """Decoupled L1 of matrices: a step moves each weight towards zero by lr × l1, where it stays. For pruning after."""
+    """Decoupled L1 of matrices, for pruning: each step moves a weight by lr × l1 towards zero, not past it."""
     keep_zeros: bool = False
-    """Whether weights of matrices that are exactly zero as a step begins have no gradient: pruned ones then stay so."""
+    """Zero the gradient of matrix weights that are exactly zero, so that pruned weights stay pruned."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -154,8 +154,8 @@ class Saving(Section):
     keep_best: bool = False
     """Also keep the checkpoint with the lowest held-out loss; evaluate as often as you save."""
     sharded: bool | None = None
-    """Ranks write their own parts while training goes on, and `tightfit export` makes one model of them; `false`: the
-    first rank gathers everything in its host's memory and writes it. `null` is true for several ranks."""
+    """`true`: each rank writes its own shard while training goes on, and `tightfit export` makes one model of them;
+    `false`: the first rank gathers everything in its host's memory and writes it. `null` is true for several ranks."""
 
 
 class Logging(Section):
@@ -193,11 +193,11 @@ class Job(Section):
     objective: Literal["pretrain", "sft"] = "pretrain"
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""
     distill: Distill = Distill()
-    """A teacher whose predictions are learned besides the data."""
+    """Distillation from a teacher besides the data."""
     quantize: Quantize = Quantize()
-    """Weights that are rounded while they are trained, for a compressed model at the end."""
+    """Quantization-aware training: weights are rounded in forward, for a compressed model at the end."""
     adapter: AdapterTraining = AdapterTraining()
-    """Low-rank matrices that are trained on top of the model, which stays as it is (LoRA, QLoRA)."""
+    """Low-rank matrices that are trained on top of the frozen model (LoRA, QLoRA)."""
     tokenizer: Annotated[TokenizerChoice, BeforeValidator(_source_only)] = TokenizerChoice()
     """How text becomes tokens."""
     steps: int | None = Field(default=None, ge=1, le=10**12)
@@ -219,19 +219,19 @@ class Job(Section):
     schedule: Schedule = Schedule()
     """The learning rate over time."""
     engine: EngineName = "tightfit"
-    """Who splits and updates the weights: tightfit (on torch's DDP and FSDP2), or DeepSpeed's ZeRO-1, 2 or 3."""
+    """What shards and updates the weights: tightfit (on torch's DDP and FSDP2), or DeepSpeed's ZeRO-1, 2 or 3."""
     layout: Layout = Layout()
-    """How it is spread over ranks; more than one needs torchrun."""
+    """How the run is spread over ranks; more than one needs torchrun."""
     levers: Levers = Levers()
-    """What is spent less of, at what price; `auto` is short for `fit: true`."""
+    """Settings that lower memory, usually for time; `auto` is short for `fit: true`."""
     fit: bool = False
-    """Choose the levers (but those given) and, unless given, the micro-batch that fit this machine and are fastest."""
+    """Choose the levers and the micro-batch that fit this machine and are fastest, except those given."""
     evaluation: Evaluation = Evaluation()
     """Held-out loss and samples."""
     saving: Saving = Saving()
     """Checkpoints."""
     logging: Logging = Logging()
-    """What is written down along the way."""
+    """Metrics written during the run."""
 
     @model_validator(mode="before")
     @classmethod
@@ -264,7 +264,7 @@ class Job(Section):
         return self
 
     def _divide_batch(self) -> None:
-        """A micro-batch that was not given is the largest, up to its default, that divides a data rank's rows."""
+        """Set a micro-batch that was not given to the largest up to its default that divides a data rank's rows."""
         rows, default = self.global_batch // self.layout.data, self.layout.micro_batch
         if "micro_batch" in self.layout.model_fields_set or rows % default == 0 or rows == 0:
             return
@@ -274,7 +274,8 @@ class Job(Section):
         object.__setattr__(self, "layout", layout)
 
     def refusal(self, spec: ModelSpec | None = None) -> str | None:
-        """What the engine cannot do of the layout and the levers, and of the model where its shape is known."""
+        """The sentence with which the rules of the engine refuse this job, checked against the model where its shape is
+        known; None where they allow it."""
         run = Run(
             layout=self.layout,
             levers=self.levers,
@@ -294,11 +295,11 @@ class Job(Section):
 
     @property
     def saves_sharded(self) -> bool:
-        """Whether ranks write their own parts of a checkpoint; adapters are small, and the first one's."""
+        """Whether each rank writes its own shard of a checkpoint; adapters are small, so the first rank writes them."""
         wanted = self.engine == "tightfit" if self.saving.sharded is None else self.saving.sharded
         return wanted and self.layout.ranks > 1 and self.adapter.rank is None
 
     @property
     def accumulation(self) -> int:
-        """Forward passes of a data rank per optimizer step."""
+        """Micro-batches of a data rank per optimizer step."""
         return self.global_batch // (self.layout.micro_batch * self.layout.data)

@@ -18,11 +18,11 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v"
 
 
 SPLITS = ("tensor", "pipeline", "context", "expert")
-"""Degrees beside data ranks. Whoever asks what else is split goes through these, and names none."""
+"""The degrees of a layout besides data ranks. Code that asks what else is split loops over these names."""
 
 
 def stages_of_rank(rank: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[int, ...]:
-    """The stages of a pipeline rank: every `pipeline`-th one or, in a V, one on the way down and one up."""
+    """The stages of a pipeline rank: every `pipeline`-th stage or, in a V, one on the way down and one up."""
     return (rank, 2 * pipeline - 1 - rank) if in_v else tuple(range(rank, pipeline * pieces, pipeline))
 
 
@@ -32,11 +32,12 @@ class Layout(Section):
     zero: Literal[0, 1, 2, 3] = 0
     """What data ranks split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)."""
     shard_inside: int = Field(default=0, ge=0)
-    """Neighbouring data ranks (a node, say) that split those between them, each such group having a copy; 0: all."""
+    """Hybrid sharding: neighbouring data ranks (such as a node's) that form one ZeRO group, which holds a copy; 0: all
+    data ranks."""
     tensor: int = Field(default=1, ge=1)
     """Ranks that split every matrix product between them."""
     tensor_mesh: TensorMesh = "1d"
-    """How tensor ranks stand: in a line (1d), q × q (2d), d × q × q (2.5d) or q × q × q (3d)."""
+    """Shape of the mesh of tensor ranks: a line (1d), q × q (2d), d × q × q (2.5d) or q × q × q (3d)."""
     tensor_depth: int = Field(default=1, ge=1)
     """The d of a 2.5d mesh."""
     sequence_parallel: bool = True
@@ -44,13 +45,13 @@ class Layout(Section):
     pipeline: int = Field(default=1, ge=1)
     """Ranks that hold consecutive layers each."""
     schedule: PipelineSchedule = "1f1b"
-    """Order in which a pipeline's stages work through the micro-batches; 2bw has gradients of weights one step old."""
+    """Pipeline schedule, the order of micro-batches on each rank; 2bw computes gradients with weights one step old."""
     stages_per_rank: int = Field(default=1, ge=1)
-    """Pieces of the model a pipeline rank holds under the schedules interleaved and zb-v (which has two)."""
+    """Stages of the model that each pipeline rank holds, under the schedules interleaved and zb-v (which has two)."""
     context: int = Field(default=1, ge=1)
     """Ranks that split each sequence between them."""
     ring: int = Field(default=1, ge=1)
-    """Groups of context ranks that pass keys and values round a ring; inside a group ranks exchange heads."""
+    """Groups of context ranks that pass keys and values round a ring; inside a group ranks exchange heads (Ulysses)."""
     expert: int = Field(default=1, ge=1)
     """Data and context ranks that split the experts of a routed model between them."""
     micro_batch: int = Field(default=8, ge=1)
@@ -58,9 +59,9 @@ class Layout(Section):
 
     @classmethod
     def of_axes(cls, ranks: Mapping[str, int], **fields: Any) -> Self:
-        """A layout with so many ranks along each axis that can be split alone.
+        """A layout from the number of ranks of each kind of split, which may also be `ring`, `heads` and `expert`.
 
-        Context ranks are `ring` × `heads`, and `expert` ranks are data ranks beside those of `data`.
+        Context ranks are `ring` × `heads`, and data ranks are `data` × `expert`.
         """
         degrees = dict(ranks)
         degrees["context"] = degrees.get("ring", 1) * degrees.pop("heads", 1)
@@ -74,12 +75,12 @@ class Layout(Section):
 
     @property
     def copies(self) -> int:
-        """Groups of data ranks that each hold all of what ZeRO splits."""
+        """ZeRO groups under hybrid sharding, each with a copy of what ZeRO splits; 1 without."""
         return self.data // self.shard_inside if self.shard_inside else 1
 
     @property
     def reducing(self) -> int:
-        """Ranks that sum gradients, as each has other tokens; ZeRO splits between them, or inside `copies` groups."""
+        """Ranks with different tokens, over which gradients are summed; ZeRO shards over them, in `copies` groups."""
         return self.data * self.context
 
     @property
@@ -88,11 +89,11 @@ class Layout(Section):
         return self.data * self.context // self.copies
 
     def local_length(self, length: int) -> int:
-        """Tokens that a rank has of a row of `length`, which context ranks share evenly."""
+        """Tokens of a row of `length` on one context rank."""
         return length // self.context
 
     def whole_length(self, local_length: int) -> int:
-        """Tokens of a row of which every context rank has `local_length`."""
+        """Tokens of a row, `local_length` of which are on each context rank."""
         return local_length * self.context
 
     @property
@@ -113,28 +114,28 @@ class Layout(Section):
 
     @property
     def weight_ranks(self) -> int:
-        """Tensor ranks that have different parts of a weight; those along a 2.5d mesh's depth have copies."""
+        """Tensor ranks with different parts of a weight: not those along a 2.5d mesh's depth, which have copies."""
         return self.tensor // self.tensor_depth
 
     @property
     def row_parts(self) -> int:
-        """Parts that tensor ranks cut the rows of a micro-batch in."""
+        """Parts into which the tensor mesh splits the rows of a micro-batch."""
         depth, rows, _ = self.tensor_axes
         return depth * rows
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a pipeline goes backward twice, for inputs and then for weights."""
+        """Whether backward is split in two: for inputs, and later for weights (zero-bubble schedules)."""
         return self.pipeline > 1 and self.schedule in ("zero-bubble", "zb-v")
 
     @property
     def has_two_versions(self) -> bool:
-        """Whether a pipeline is not flushed between steps, for which it keeps two versions of the weights."""
+        """Whether the pipeline is not flushed between steps and therefore keeps two versions of the weights (2BW)."""
         return self.pipeline > 1 and self.schedule == "2bw"
 
     @property
     def in_v(self) -> bool:
-        """Whether a pipeline's stages go down the ranks and up again, so that the first rank has both ends."""
+        """Whether stages are placed in a V, down the ranks and up again, so that rank 0 has the first and the last."""
         return self.schedule == "zb-v"
 
     def rank_of_stage(self, stage: int) -> int:

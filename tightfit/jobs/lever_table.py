@@ -1,9 +1,9 @@
-"""The table of levers: what everybody needs to know of one beside its field (levers.py) and its rules (rules/).
+"""The table of levers: the facts about each lever besides its field (levers.py) and its rules (rules/).
 
-Search, advice, descriptions, engines and exports go through these rows and name no lever. A row says what a search
-tries of it, which of two values needs less memory, how it reads in a sentence, what to advise to someone whose run does
-not fit, who has it besides us, and what it does to layers that rules about other settings ask for. Bytes are in
-memory/formulas, seconds in plan/seconds.
+Search, advice, descriptions, engines and exports loop over these rows and name no lever. A row has the values that a
+search tries, which of two values needs less memory, the lever's words in a sentence, advice for a run that does not
+fit, which other engines have it, and properties that rules about other settings ask for (recomputes layers, has its
+own products or updates, needs the host). Bytes are in memory/formulas, seconds in plan/seconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,55 +26,57 @@ STATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a search may touch."""
+    """Which values of levers a search may try."""
 
     host: bool = True
-    """Host memory, for states and checkpoints."""
+    """Whether states and checkpoints may be in host memory."""
     lossy: bool = False
+    """Whether optimizer states may be narrower."""
     long_rows: bool = False
+    """Whether rows are long enough for tiles."""
     one_rank: bool = False
-    """Which may take a step's batch in one backward pass, and update weights in it."""
+    """Whether the run has one rank; only then updates in backward are searched."""
 
 
-def _silent(levers: "Levers") -> str:
+def _no_words(levers: "Levers") -> str:
     return ""
 
 
-def _nothing(levers: "Levers") -> bool:
+def _never(levers: "Levers") -> bool:
     return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeverRow:
-    """What everybody needs to know of one lever."""
+    """The facts about one lever; functions of `Levers` are asked with a whole set of levers."""
 
     name: str
-    words: "Callable[[Levers], str]" = _silent
-    """How it reads where it is pulled; empty where it is not, or where another row says it."""
+    words: "Callable[[Levers], str]" = _no_words
+    """The lever in words; empty where it is at its default, or where another row describes it too."""
     values: Callable[[Wanted], tuple[Any, ...]] | None = None
-    """What a search tries, weakest first: a later one never needs more memory. None: only what is pinned."""
+    """Values that a search tries, weakest first: a later one never needs more memory. None: only a pinned value."""
     strength: Callable[[Any], float] = float
-    """Larger for less memory."""
-    for_memory_alone: "Callable[[Levers], bool]" = _nothing
-    """Whether a search pulls it, beside these, only where memory asks for it: what it saves of time is not worth that
-    it changes what a step computes."""
+    """From a value to a number, larger for less memory."""
+    for_memory_alone: "Callable[[Levers], bool]" = _never
+    """Whether a search, given the other levers, uses it only for its memory: it saves a little time too, which is not
+    worth the change in what a step computes."""
     advice: tuple[str, tuple[Any, ...]] | None = None
-    """What to call it and which values to try, weakest first, where a run does not fit: those that the search leaves
-    out, as they save little or cost much. The values of all rows together are every lossless way to need less."""
+    """Name and values to try, weakest first, if a run does not fit: values that the search leaves out, as they save
+    little or cost much. Together with the searched values they are every lossless way to need less memory."""
     last_resort: Any = None
-    """Its value where nothing else fits several ranks; None where that is searched at once, or only advised."""
+    """The value searched on several ranks only if nothing else fits; None: searched at once, or only advised."""
     elsewhere: Any = None
-    """Its value in engines that do not have it; None where they do."""
+    """Its fixed value in engines that do not have the lever; None where they have it."""
     beside_deepspeed: bool = False
-    """Whether it is there with `engine: deepspeed`, inside a layer or its loss, or as DeepSpeed's own."""
-    computes_again: "Callable[[Levers], bool]" = _nothing
-    """Whether it has parts of layers computed again in backward."""
+    """Whether it works with `engine: deepspeed`, as it acts inside a layer or its loss, or DeepSpeed has it itself."""
+    computes_again: "Callable[[Levers], bool]" = _never
+    """Whether it makes parts of layers be recomputed in backward."""
     plain_products: tuple[Any, ...] | None = None
-    """Values at which linear layers multiply by whole weights in torch's own way, strongest last; None: all do."""
-    own_update: "Callable[[Levers], bool]" = _nothing
-    """Whether our own kernels then update the weights instead of torch's AdamW."""
-    asks_host: "Callable[[Levers], bool]" = _nothing
-    """Whether the host copies or decides something between the kernels of a step."""
+    """Values at which linear layers are torch's own products with whole weights, strongest last; None: all values."""
+    own_update: "Callable[[Levers], bool]" = _never
+    """Whether our own kernels update the weights instead of torch's AdamW."""
+    asks_host: "Callable[[Levers], bool]" = _never
+    """Whether the host copies or decides something between the kernels of a step, so that it cannot be a CUDA graph."""
 
 
 def _gib(count: int) -> str:
@@ -84,17 +86,17 @@ def _gib(count: int) -> str:
 def _checkpointing(levers: "Levers") -> str:
     """`checkpoint one layer in 2, keeping attention, kept on the host`."""
     if levers.checkpoint_budget_bytes is not None:
-        said = f"recompute what {_gib(levers.checkpoint_budget_bytes)} of activations do not hold"
+        words = f"recompute all but {_gib(levers.checkpoint_budget_bytes)} of activations"
     elif levers.num_checkpoints:
-        said = f"checkpoint {levers.num_checkpoints} layers"
+        words = f"checkpoint {levers.num_checkpoints} layers"
     elif levers.checkpoint_every:
         which = "every layer" if levers.checkpoint_every == 1 else f"one layer in {levers.checkpoint_every}"
-        said = f"checkpoint {which}"
+        words = f"checkpoint {which}"
     else:
         return ""
     kept = "" if levers.checkpoint_keep == "nothing" else f", keeping {levers.checkpoint_keep}"
     lossy = " in fp8 (lossy)" if levers.checkpoint_format == "fp8" else ""
-    return f"{said}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
+    return f"{words}{kept}{f', kept on the host{lossy}' if levers.offload_checkpoints else ''}"
 
 
 def _offload(levers: "Levers") -> str:
@@ -113,7 +115,7 @@ def _loss(levers: "Levers") -> str:
 
 
 def _changes_by_hand(levers: "Levers") -> bool:
-    """Whether the host passes what changes from update to update, beyond AdamW's own numbers."""
+    """Whether the host passes arguments to kernels that change with each update, beyond AdamW's own scalars."""
     return levers.optimizer_states == "factored" or levers.rounding == "stochastic"
 
 
@@ -211,17 +213,17 @@ LEVER_TABLE = (
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )
 ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewhere is not None)
-"""Levers that only we have, at what other engines do instead."""
+"""Levers that only tightfit has, with their fixed values in other engines."""
 NO_HOST = (*ELSEWHERE, ("offload", "none"))
-"""The same for engines that keep no states on the host either."""
+"""The same for engines that do not offload states either."""
 SAID_FIRST = "checkpoint_every"
-OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _nothing)
+OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _never)
 
 
 def describe_levers(levers: "Levers") -> str:
     """`checkpoint every layer, optimizer on the host`."""
     rows = sorted(LEVER_TABLE, key=lambda row: row.name != SAID_FIRST)
-    return ", ".join(said for row in rows if (said := row.words(levers))) or "none needed"
+    return ", ".join(text for row in rows if (text := row.words(levers))) or "none needed"
 
 
 def computes_again(levers: "Levers") -> bool:
@@ -230,9 +232,9 @@ def computes_again(levers: "Levers") -> bool:
 
 
 def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
-    """Levers because of which linear layers do not multiply by whole weights in torch's own way.
+    """Levers that replace torch's own products with whole weights in linear layers.
 
-    With each its value, and the strongest one that would leave these products alone.
+    Yields the row, the lever's value, and the strongest value that would leave these products alone.
     """
     for row in LEVER_TABLE:
         value = getattr(levers, row.name)
@@ -241,10 +243,10 @@ def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
 
 
 def own_updates(levers: "Levers") -> set[str]:
-    """Levers because of which torch's AdamW does not make the update."""
+    """Names of the levers because of which our kernels, not torch's AdamW, make the update."""
     return {name for name, is_own in OWN_UPDATES if is_own(levers)}
 
 
 def asking_host(levers: "Levers") -> str | None:
-    """The first lever that has the host do something between the kernels of a step."""
+    """The name of the first lever that needs the host between the kernels of a step; None without."""
     return next((row.name for row in LEVER_TABLE if row.asks_host(levers)), None)

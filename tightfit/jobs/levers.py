@@ -1,4 +1,4 @@
-"""Levers: what one GPU keeps less of, and what that costs. All are exact unless their name says otherwise."""
+"""Levers: settings that lower memory on each rank, usually for time. Exact unless a field says that it is lossy."""
 
 from typing import Literal, Self
 
@@ -16,43 +16,44 @@ class Levers(Section):
     checkpoint_every: int = Field(default=0, ge=0)
     """Recompute the activations of every n-th layer in backward: 1 for all layers, 0 for none."""
     num_checkpoints: int = Field(default=0, ge=0)
-    """Recompute so many layers, evenly spread, instead of every n-th."""
+    """Recompute this many layers, evenly spread, instead of every n-th."""
     checkpoint_keep: Literal["nothing", "attention", "matmuls"] = "nothing"
-    """What recomputed layers keep beside their input: attention's output, or that and all matrix products."""
+    """What recomputed layers keep besides their input: attention's output, or that and all matrix products."""
     checkpoint_budget_bytes: int | None = Field(default=None, ge=0)
-    """Instead of the three above: keep what saves most time in so many bytes of activations, recompute the rest."""
+    """Instead of the three above: keep the activations that save most time within this many bytes, recompute others."""
     loss: Literal["fused", "plain"] = "fused"
-    """`fused` projects and reads the logits a chunk at a time; `plain` holds all of them."""
+    """`fused` computes logits and their loss a chunk at a time; `plain` holds all logits."""
     loss_chunk_bytes: int = Field(default=LOSS_CHUNK_BYTES, ge=0)
-    """Memory the fused loss may use for the logits of a chunk beside what backward needs anyway."""
+    """Memory that the fused loss may use for a chunk of logits besides what backward needs anyway."""
     tiles: int = Field(default=1, ge=1)
-    """Pieces of the sequence that layers work through one after another; attention sees the whole."""
+    """Number of pieces of the sequence that layers go through one after another; attention sees the whole sequence."""
     offload: Offload = "none"
     """States kept in host memory: the optimizer's (with the master weights), or the weights as well."""
     offload_keep_bytes: int = Field(default=0, ge=0)
-    """Of these states, so many bytes stay on the GPU."""
+    """Bytes of the offloaded states that stay on the GPU."""
     offload_update: Literal["gpu", "host", "auto"] = "gpu"
-    """Who updates offloaded float32 states: the GPU, to the bit as if they had stayed; the host; or who is faster."""
+    """Where offloaded float32 states are updated: on the GPU, bit for bit as without offload; on the host; or where it
+    is faster."""
     offload_gradient_bytes: int = Field(default=2**30, ge=0)
-    """With updates inside backward, gradients that may wait on the GPU for the link to the host."""
+    """With updates in backward, the most bytes of gradients that wait on the GPU for copies over the host link."""
     offload_checkpoints: bool = False
     """Keep the inputs of recomputed layers in host memory until backward needs them."""
     checkpoint_host_bytes: int | None = Field(default=None, ge=0)
-    """At most so many bytes of them go there, the others stay on the GPU; None for all but the last."""
+    """The most bytes of those inputs in host memory, the others stay on the GPU; None for all but the last layer's."""
     checkpoint_format: Literal["exact", "fp8"] = "exact"
-    """How they are stored there; fp8 is lossy."""
+    """Format of those inputs in host memory; fp8 is lossy."""
     optimizer_states: StateFormat = "auto"
     """Format of Adam's moments: auto is float32 beside masters, else the weights' own; the narrower ones are lossy."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """How updated bf16 weights without masters are rounded; `stochastic` keeps small updates, on average."""
     update_in_backward: bool = False
-    """Update each weight as soon as its gradient is complete, then free that; clips by an estimate of the norm."""
+    """Update each weight as soon as its gradient is complete, and free the latter; clips by an estimate of the norm."""
 
     matmul: Literal["native", "fp8-tensor", "fp8-row"] = "native"
     """Linear layers' products in the compute dtype, or in fp8 scaled per tensor or per row, which is lossy."""
 
     cuda_graph: Literal["auto", "always", "never"] = "auto"
-    """Launch all kernels of a micro-batch at once, captured from the first ones; `auto` where the host would be slower
+    """Launch a micro-batch's kernels as a CUDA graph, captured in the first ones; `auto` where the host would be slower
     than the card."""
 
     @model_validator(mode="after")

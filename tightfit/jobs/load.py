@@ -1,4 +1,4 @@
-"""Reading a job: YAML file, then `-o path.to.field=value` overrides, then the schema; every failure is one sentence."""
+"""Reading a job: YAML file, then `-o path.to.field=value` overrides, then the schema; every failure is a UserError."""
 
 import difflib
 import reprlib
@@ -97,16 +97,16 @@ EXPECTED = {
     "model_type": "it should have fields of its own",
     "model_attributes_type": "it should have fields of its own",
 }
-"""What the schema's kinds of problems mean to someone who writes YAML; others it says well itself."""
+"""Pydantic's types of errors in words for users who write YAML; of other types its own message is used."""
 
 
 def _expected(problem: Any) -> str:
-    said = problem["msg"][0].lower() + problem["msg"][1:]
-    return EXPECTED.get(problem["type"], said.replace("input should", "it should"))
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return EXPECTED.get(problem["type"], message.replace("input should", "it should"))
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML's reader made it, cut where it is long."""
+    """A parsed YAML value as text, truncated where it is long."""
     text = repr(value) if isinstance(value, str | int | float | bool | None) else reprlib.repr(value)
     return text if len(text) <= 200 else f"{text[:200]}…"
 

@@ -1,8 +1,8 @@
-"""The files a job names, as absolute paths: it then means the same from every directory, and after its run was moved.
+"""The files a job names, as absolute paths, so that the job works from every directory and after its run was moved.
 
 A relative name is looked up from the working directory, as a shell would, and then beside the job file. Names that are
-not files (presets, `stdlib`, `train`) and files that are not there stay as they were written, for the sentence that
-refuses them. The directory of a run is where it is: `run_output` says so to a job that is read from one.
+not files (presets, `stdlib`, `train`) and missing files stay as written, for the error message about them. A job that
+is read from a run's directory has that directory as its output, wherever it was moved to: `run_output`.
 """
 
 import os
@@ -16,12 +16,12 @@ from tightfit.models.presets import PRESETS
 
 JOB_FILE = "job.yaml"
 MARK = "# Written by tightfit: the job as it ran.\n"
-"""The first line of a run's job.yaml, by which it is told from a job file of the user's."""
+"""The first line of a run's job.yaml, which tells it apart from a job file of the user's."""
 NOT_FILES = frozenset({"stdlib", "smollm2-135m-instruct", "model", "train", *PRESETS})
 
 
 def is_run_file(path: Path) -> bool:
-    """Whether `path` is the job.yaml that a run has written."""
+    """Whether `path` is a job.yaml written by a run."""
     try:
         with path.open("rb") as file:
             return file.read(len(MARK)) == MARK.encode()
@@ -37,7 +37,7 @@ def run_output(path: Path) -> Path | None:
 
 
 def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
-    """`job` with every file it names looked up, also `beside` the directory of its job file."""
+    """`job` with every file it names as an absolute path, looked up also in `beside`, the directory of its job file."""
 
     def found(name: str) -> str:
         return _found(name, beside)
@@ -60,7 +60,7 @@ def with_absolute_paths(job: Job, beside: Path | None = None) -> Job:
 
 
 def absolute(path: Path) -> Path:
-    """From the root, without `..` unless that leads through a link to elsewhere."""
+    """The absolute path, without `..` unless a symbolic link makes it lead elsewhere."""
     plain = Path(os.path.normpath(path.absolute()))
     return path.absolute() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
 

@@ -6,4 +6,4 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "pure-bf16"]
 Precision = Literal["auto", "fp32", "bf16", "fp16", "pure-bf16"]
 
 FLOAT32_BYTES, INT64_BYTES, INT32_BYTES = 4, 8, 4
-"""Of one number, whatever the precision: masters, sums and statistics are float32, tokens and indices int64."""
+"""Bytes of a number in any precision: masters, sums and statistics are float32, tokens and indices int64."""

@@ -1,8 +1,8 @@
-"""The projections of a dense decoder layer: their names and shapes, and which of them a user's patterns mean; no torch.
+"""The projections of a dense decoder layer: names, shapes, and which of them a user's patterns match. Without torch.
 
 A target is a module's name or the end of one (`q`, `q_proj`, `self_attn.q_proj`, Phi-3's `qkv_proj`), a glob
-(`model.layers.*.mlp.*`) or a regular expression (`.*\\.(q|v)_proj`) of a whole name: Hugging Face's, as PEFT has it, or
-ours (`layers.0.attention.q`).
+(`model.layers.*.mlp.*`) or a regular expression (`.*\\.(q|v)_proj`) of a whole name: Hugging Face's, as in PEFT, or
+tightfit's (`layers.0.attention.q`).
 """
 
 import re
@@ -21,7 +21,7 @@ LONGEST_TARGET = 200
 
 
 def linear_shapes(spec: ModelSpec) -> dict[Projection, tuple[int, int]]:
-    """Outputs and inputs of a dense layer's projections."""
+    """(outputs, inputs) of each projection of a dense layer."""
     hidden, query, key, inner = spec.hidden_size, spec.query_size, spec.kv_size, spec.mlp_size
     shapes: dict[Projection, tuple[int, int]] = {
         "q": (query, hidden),
@@ -36,8 +36,8 @@ def linear_shapes(spec: ModelSpec) -> dict[Projection, tuple[int, int]]:
 
 
 def targeted(targets: Sequence[str], spec: ModelSpec) -> tuple[Projection, ...]:
-    """The projections that `targets` name in every layer of a model of shape `spec`; a sentence where one names none,
-    or all of them together not the same in all layers."""
+    """The projections that `targets` match in every layer of a model of shape `spec`; a UserError if one matches none,
+    or if layers differ in the projections matched."""
     found: dict[int, set[Projection]] = {layer: set() for layer in range(spec.layers)}
     unused = dict.fromkeys(targets)
     for layer, name, projections in _modules(spec):
@@ -58,7 +58,7 @@ def targeted(targets: Sequence[str], spec: ModelSpec) -> tuple[Projection, ...]:
 
 
 def check_target(target: str) -> None:
-    """Refuse what is no pattern, before a model is known."""
+    """Raise a ValueError for a target that can match no family's projections, before the model is known."""
     if not 0 < len(target) <= LONGEST_TARGET:
         raise ValueError(f"adapter.targets has a name of {len(target)} characters; they have 1 to {LONGEST_TARGET}")
     general = re.sub(r"(?<![^.])\d+(?![^.])", "{layer}", target)
@@ -70,7 +70,8 @@ def check_target(target: str) -> None:
 
 
 def _modules(spec: ModelSpec) -> Iterator[tuple[int, str, list[Projection]]]:
-    """Layer, name and projections of every module that holds some: theirs, and ours one by one."""
+    """(layer, name, projections) of every module with projections, by Hugging Face's names and by ours; a module of
+    theirs may hold several (`qkv_proj`), ours hold one each."""
     there = linear_shapes(spec)
     for theirs, ours in _rules(spec.family):
         held = [name for name in ours if name.rpartition(".")[2] in there]
@@ -82,7 +83,7 @@ def _modules(spec: ModelSpec) -> Iterator[tuple[int, str, list[Projection]]]:
 
 
 def _rules(family: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A family's modules of dense projections with the ones of ours that they hold."""
+    """Hugging Face's module names of a family's dense projections, with the names of our modules that each holds."""
     for rule in FAMILIES[family].weights:
         parts = rule.ours[0].split(".")
         is_dense = len(parts) == 4 and parts[2] in ("attention", "mlp") and parts[3] in PROJECTIONS
@@ -104,7 +105,7 @@ def _means(target: str, name: str) -> bool:
 
 
 def _known_ends() -> set[str]:
-    """All ends of the names of projections, of any family; layers have their numbers, whatever these are."""
+    """All suffixes of names of projections in any family, with `{layer}` for the layer's number."""
     names = [name for family in FAMILIES for theirs, ours in _rules(family) for name in (theirs, *ours)]
     parts = [name.split(".") for name in names]
     return {".".join(each[start:]) for each in parts for start in range(len(each))}

@@ -1,16 +1,16 @@
-"""Who writes what of a checkpoint, and what saving takes of a node's host memory, without torch."""
+"""Which ranks write shards of a checkpoint: how many per node bounds the host memory of saving. Without torch."""
 
 from tightfit.jobs.layout import Layout
 
 
 def shard_holders(layout: Layout) -> int:
-    """Data ranks that have different parts of a model's states: one under DDP, a group under hybrid sharding."""
+    """Data ranks with different shards of the states: 1 under DDP, a ZeRO group under hybrid sharding, else all."""
     if not layout.zero:
         return 1
     return layout.shard_inside or layout.data
 
 
 def writers_of_node(layout: Layout, ranks_here: int) -> int:
-    """The most ranks of one node that write a part of a checkpoint each."""
+    """The most ranks of one node that write a shard of a checkpoint."""
     writers = layout.ranks // layout.data * shard_holders(layout)
     return min(ranks_here, writers)

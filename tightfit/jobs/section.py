@@ -1,4 +1,4 @@
-"""Section: what every part of a job file has in common."""
+"""Section: the base class of every part of a job file."""
 
 import ast
 import inspect
@@ -10,15 +10,15 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen, unknown fields refused, attribute docstrings are the documentation."""
+    """Frozen; unknown fields are errors; the strings below fields are their documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def meaning(cls, field: str) -> str:
-        """The docstring of a field, on one line; empty where the source is not there to be read.
+        """The docstring of a field, on one line; empty where the source file cannot be read.
 
-        Pydantic would read them all whenever a section is imported, which takes longer than a plan.
+        Pydantic's own option would parse the source of every section at import, which takes longer than a plan.
         """
         return _docstrings(cls).get(field, "")
 

@@ -1,7 +1,7 @@
-"""What the weights of a model take where it is served, from its files alone: of a run of adapters too, without torch.
+"""Bytes of a served model's weights, from its files alone, also of a run that trained adapters; without torch.
 
-Adapters over plain weights are added to these as they are loaded. Over packed ones, or ones that were rounded as they
-were loaded, they stand beside them in 16 bits, and the model stays as it was in training (models/adapted.py).
+Adapters on plain weights are merged into them at loading. On packed weights, or weights quantized at loading, they
+stay separate in 16 bits, and the base stays as it was in training (models/adapted.py).
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tightfit.models.spec import ModelSpec
 
 
 def served_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
-    """Of the model in `directory`; None where its weights are plain."""
+    """The quantized weights of the model in `directory`; None where its weights are plain."""
     if not is_adapted(directory):
         return held_weights(directory, spec)
     base = read_base(directory)
@@ -34,7 +34,7 @@ def served_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
 
 
 def _held_base(base: BaseModel, spec: ModelSpec) -> HeldWeights | None:
-    """The model under an adapter as training held it; None where that was plainly."""
+    """The quantized weights of an adapter's base, as training held them; None where they were plain."""
     folder = Path(base.source).expanduser()
     has_files = (folder / "config.json").is_file() and not is_adapted(folder)
     held = held_weights(folder, spec) if has_files else None
@@ -44,7 +44,7 @@ def _held_base(base: BaseModel, spec: ModelSpec) -> HeldWeights | None:
 
 
 def rounded_weights(scheme: Scheme, spec: ModelSpec) -> HeldWeights:
-    """A plain dense model whose linear layers are rounded as they are loaded."""
+    """The weights of a plain dense model whose linear layers are quantized as they are loaded."""
     shapes = linear_shapes(spec).values()
     coded = spec.layers * sum(scheme.held_bytes(outputs, inputs) for outputs, inputs in shapes)
     plain = spec.params() - spec.layers * sum(outputs * inputs for outputs, inputs in shapes)

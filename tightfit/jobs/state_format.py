@@ -1,9 +1,9 @@
-"""Which format Adam's moments have, and whose AdamW updates them: the one rule that trainer and formulas share.
+"""The format of Adam's moments, and whether torch's AdamW or our kernels update: one rule for trainer and formulas.
 
-`auto` is the format of what is updated: float32 masters or weights, or bf16 weights where there are no masters. Torch's
-fused AdamW wants moments in that very format and gradients too, so narrow gradients are widened for it, a bucket at a
-time. Everything else (another format, weights rounded stochastically, an update inside backward, states on the host)
-is done by our own kernels, which read gradients as they are.
+`auto` is the dtype of the updated tensors: float32 masters or weights, or bf16 weights without masters. Torch's fused
+AdamW needs moments and gradients in that dtype, so 16-bit gradients are cast to float32 for it, a bucket at a time. All
+other updates (another format, stochastic rounding, updates inside backward, states on the host) are made by our own
+kernels, which read gradients in their own dtype.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -17,11 +17,12 @@ Format = Literal["fp32", "bf16", "8bit", "factored"]
 BLOCK_8BIT = 256
 """Numbers of an 8-bit moment that share a float32 scale; a test compares it with the kernel's."""
 MOMENT_BYTES: dict[Format, float] = {"fp32": 8, "bf16": 4, "8bit": 2 + 2 * 4 / BLOCK_8BIT, "factored": 2}
-"""Both moments of one weight. A factored second moment is a number per row and column: a few thousandths, left out."""
+"""Bytes of both moments of a weight. A factored second moment, a number per row and column, is a few thousandths of
+that and not counted."""
 
 
 def state_format(levers: "Levers", *, wide: bool) -> Format:
-    """The format of the moments; `wide` says that what AdamW updates is float32."""
+    """The format of the moments; `wide`: AdamW updates float32 tensors."""
     if levers.optimizer_states != "auto":
         return levers.optimizer_states
     return "fp32" if wide else "bf16"

@@ -1,4 +1,4 @@
-"""Teacher: what a plan has to know of the model that another one learns from."""
+"""Teacher: the facts about a distillation's teacher that a plan needs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,23 +9,24 @@ from tightfit.models.quantized.held_weights import PLAIN_BYTES
 from tightfit.models.spec import ModelSpec
 
 SELF = "model"
-"""The teacher that is the model itself, as it was before training."""
+"""The value of distill.teacher for the model itself, as it was before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Its shape, the bytes of its weights as they are held, where that is, and the compared layers."""
+    """A teacher's shape, the bytes and place of its weights, and the number of compared layers."""
 
     spec: ModelSpec
     weight_bytes: int
     place: Literal["device", "host"] = "device"
     features: int = 0
+    """Number of layers whose hidden states are compared."""
     maps: int = 0
-    """Layers whose attention maps are compared."""
+    """Number of layers whose attention maps are compared."""
 
 
 def held_weight_bytes(source: str, spec: ModelSpec, element_bytes: int) -> int:
-    """Bytes of the weights at `source` once loaded: codes as they are, and `element_bytes` for every other number."""
+    """Bytes of the weights at `source` once loaded: codes stay packed, every other weight takes `element_bytes`."""
     folder = Path(source).expanduser()
     held = served_weights(folder, spec) if (folder / "config.json").is_file() else None
     if held is None:

@@ -1,4 +1,4 @@
-"""Workload: the part of a job that decides memory and time, without its data and its output."""
+"""Workload: the part of a job on which memory and time depend, without its data and its output."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ class Workload:
     global_batch: int
     precision: PrecisionName = "bf16"
     engine_name: EngineName = "tightfit"
-    """Whose code runs it."""
+    """The framework that runs it (jobs/engine.py)."""
     teacher: Teacher | None = None
     rounding: WeightRounding | None = None
     """How weights are rounded while they are trained."""
@@ -51,7 +51,7 @@ class Workload:
     def of_job(
         cls, job: "Job", spec: ModelSpec, precision: PrecisionName, teacher: ModelSpec | None = None
     ) -> "Workload":
-        """What `job` asks for, on a device that computes in `precision`; `teacher` is the shape of its teacher."""
+        """The workload of `job` on a device that computes in `precision`; `teacher` is the shape of its teacher."""
         return cls(
             teacher=None if teacher is None else teacher_of(job, teacher, precision),
             spec=spec,
@@ -85,12 +85,12 @@ class Workload:
 
     @property
     def has_masters(self) -> bool:
-        """Whether float32 copies of the weights are what the optimizer updates."""
+        """Whether the optimizer updates float32 masters of 16-bit weights."""
         return self.precision in ("bf16", "fp16")
 
     @property
     def updates_wide(self) -> bool:
-        """Whether what the optimizer updates is float32."""
+        """Whether the optimizer updates float32 tensors, masters or weights."""
         return self.has_masters or self.precision == "fp32"
 
 
@@ -109,8 +109,8 @@ def teacher_of(job: "Job", spec: ModelSpec, precision: PrecisionName) -> Teacher
 
 
 def with_teacher(workload: Workload, job: "Job") -> Workload:
-    """`workload` with what `job` trains besides: its teacher, rounded weights, adapters and L1; without torch, so of a
-    directory or a preset's shape."""
+    """`workload` with `job`'s teacher, rounded weights, adapters and L1; without torch, so shapes must come from a
+    directory or a preset."""
     adapted = job.adapter.on(job.model.source, workload.spec)
     workload = replace(workload, rounding=job.quantize.rounding, adapted=adapted)
     workload = replace(workload, shrinks=job.optimizer.l1 > 0, keeps_zeros=job.optimizer.keep_zeros)

@@ -20,7 +20,7 @@ Key = tuple[int, int]
 
 
 class OutOfMemoryError(Exception):
-    """The request does not fit beside what is allocated."""
+    """A request does not fit beside the blocks in use."""
 
     def __init__(self, wanted_bytes: int, missing_bytes: int) -> None:
         super().__init__(f"{wanted_bytes} bytes do not fit, {missing_bytes} are missing")
@@ -28,7 +28,7 @@ class OutOfMemoryError(Exception):
 
 
 class Allocator(Protocol):
-    """What a trace is replayed through."""
+    """An allocator through which a trace can be replayed."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -45,7 +45,7 @@ class Allocator(Protocol):
         """Free a block."""
 
     def empty_cache(self) -> None:
-        """Give back what is reserved and wholly free."""
+        """Return reserved memory that is wholly free to the device."""
 
 
 class PlainAllocator:
@@ -56,7 +56,7 @@ class PlainAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """What is allocated: nothing is cached."""
+        """The same as allocated: nothing is cached."""
         return self.allocated_bytes
 
     def allocate(self, wanted_bytes: int, stream: int = 0) -> int:

@@ -1,11 +1,11 @@
 """The real sizes of the blocks in PyTorch's allocator history, from their addresses.
 
-The history has requested sizes and addresses. A block is often larger: requests are rounded to 512 bytes, and the rest
-of a free block is not split off where it is small (up to 1 MiB in the pools of large blocks). Torch counts all of it as
-allocated. The start of a block is known, and so is that of the next block in use or the segment's end; the allocator's
-splitting rule (allocator.py) then gives the block's end.
-Segments from before the history are known where the allocator's snapshot of that moment is given. Limit: others, and
-expandable ones, are assumed to split always.
+The history has requested sizes and addresses. A block is often larger: requests are rounded to 512 bytes, and a small
+remainder of a free block (up to 1 MiB in the pools of large blocks) is not split off. Torch counts all of it as
+allocated. From a block's start and the next block in use (or the segment's end) the allocator's splitting rule
+(allocator.py) gives the block's end.
+Segments from before the history are known from the allocator's snapshot, if one is given. Limit: blocks of unknown
+segments, and of expandable ones, are assumed to be always split.
 """
 
 from bisect import bisect_right, insort
@@ -18,7 +18,7 @@ Event = Mapping[str, Any]
 ALLOCATED, FREED = "alloc", "free_completed"
 TAKEN, GIVEN_BACK = "segment_alloc", "segment_free"
 FREE = "inactive"
-"""The state of a block of a snapshot that nobody uses."""
+"""The state of a free block in a snapshot."""
 
 
 class HistoryBlocks:

@@ -1,8 +1,8 @@
 """A predicted and a measured ledger, compared line by line.
 
-Lines are compared phase by phase, each at its peak, on the rank that needs most, for every phase that both ledgers
-have. A measurement on the CPU is in host memory and has tensors only: compared with it, a prediction for a GPU is
-stripped of its kernels' workspaces, and reserved memory is not compared.
+Every phase that both ledgers have is compared by component, at its peak, on the rank that needs most. A measurement on
+the CPU is in host memory and has tensors only: from a prediction for a GPU, kernels' workspaces are then left out, and
+reserved memory is not compared.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,12 +14,12 @@ from tightfit.errors import UserError
 from tightfit.memory.ledger import NOT_ALLOCATED, PHASES, Component, Ledger, Phase, Place
 
 HOLDERS = ("ledger.json", "plan.json")
-"""Where a directory keeps its ledger, the measured one first."""
+"""Files of a directory that hold a ledger, the measured one first."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Predicted and measured bytes of one component at the peak of one phase; component None is their sum."""
+    """Predicted and measured bytes of one component at the peak of one phase; component None: of all together."""
 
     phase: Phase
     component: Component | None
@@ -40,7 +40,7 @@ class Pair:
 class Comparison:
     """Every component of every phase that both ledgers have, and the peaks of the whole run.
 
-    The peaks' phase is the measured one's. `reserved` is None where one of the two has no reserved memory.
+    `allocated` and `reserved` name the phase of the measured peak. `reserved` is None unless both ledgers are a GPU's.
     """
 
     pairs: tuple[Pair, ...]
@@ -72,13 +72,13 @@ def compare(predicted: Ledger, measured: Ledger) -> Comparison:
 
 
 def _tensors_only(ledger: Ledger) -> Ledger:
-    """The lines that ledgers of a GPU and of a host have in common."""
+    """The lines of components that ledgers of a GPU and of a host have in common."""
     kept = (line for line in ledger.lines if line.component not in (*NOT_ALLOCATED, "workspace"))
     return Ledger(ledger.source, tuple(kept))
 
 
 def read_ledger(path: Path) -> Ledger:
-    """The ledger in a file (a ledger or a plan) or of a directory (a run)."""
+    """The ledger in a file (a ledger or a plan) or in a run's directory."""
     file = next((path / name for name in HOLDERS if (path / name).is_file()), None) if path.is_dir() else path
     if file is None:
         raise UserError(f"{path} holds no {' or '.join(HOLDERS)}; make one with `tightfit measure {path}`")
@@ -95,10 +95,10 @@ def _place(ledger: Ledger) -> Place:
 
 
 def _phase(predicted: Ledger, measured: Ledger, phase: Phase, source: Place, place: Place) -> list[Pair]:
-    said = predicted.by_component(phase, _fullest_rank(predicted, phase, source), source)
-    found = measured.by_component(phase, _fullest_rank(measured, phase, place), place)
-    components = [name for name in {**said, **found} if name not in NOT_ALLOCATED]
-    pairs = [Pair(phase, name, said.get(name, 0), found.get(name, 0)) for name in components]
+    expected = predicted.by_component(phase, _fullest_rank(predicted, phase, source), source)
+    actual = measured.by_component(phase, _fullest_rank(measured, phase, place), place)
+    components = [name for name in {**expected, **actual} if name not in NOT_ALLOCATED]
+    pairs = [Pair(phase, name, expected.get(name, 0), actual.get(name, 0)) for name in components]
     pairs.sort(key=lambda pair: -max(pair.predicted_bytes, pair.measured_bytes))
     whole = Pair(phase, None, sum(p.predicted_bytes for p in pairs), sum(p.measured_bytes for p in pairs))
     return [*pairs, whole]

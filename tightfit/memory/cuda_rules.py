@@ -1,8 +1,8 @@
 """Workspaces of CUDA kernels that a trace on fake tensors cannot see, and attention as a GPU runs it.
 
-Our own operators declare their workspaces (kernels/operators.py). Of torch's, sorting kernels hold a second copy of
-keys and values. Attention is replaced by an operation that saves what its fused CUDA kernels save (query, key, value,
-output and logsumexp), as the CPU would run another one.
+Our own operators declare their workspaces (kernels/operators.py). Of torch's operations, those that sort hold a second
+copy of keys and values. Attention on fake CPU tensors would run another kernel than on a GPU, so it is replaced by an
+operation that saves the tensors that fused CUDA kernels save (query, key, value, output and logsumexp).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ INDEX_BYTES = 8
 
 
 def _embedding_scratch(grad: Any, indices: Any, *others: Any) -> int:
-    """Indices and their positions, sorted, and again in the sort's buffers."""
+    """Sorted indices and their positions, and the sort's buffers of the same size."""
     return 4 * INDEX_BYTES * int(indices.numel())
 
 
@@ -45,11 +45,11 @@ PRODUCTS = frozenset(
         "tightfit::fp8_matmul",
     )
 )
-"""Operations of cuBLAS, which takes a workspace at the first of them in each thread that calls it."""
+"""Operations that call cuBLAS, which allocates a workspace at the first call in each thread."""
 
 
 _rules: dict[int, tuple[Any, Callable[..., int] | None]] = {}
-"""By the operation's id, as hashing an OpOverload is slow Python; the operation is kept alive beside it."""
+"""Cache by the operation's id, as hashing an OpOverload is slow Python; it also keeps the operation alive."""
 
 
 def cuda_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
@@ -72,7 +72,7 @@ _fused_attention_backward = operator(
 
 
 def _attention_scratch(d_query: Tensor, d_key: Tensor) -> int:
-    """Of cuDNN's and FlashAttention's backward: dQ in float32, dK and dV for every query head of a group, row sums."""
+    """Workspace of cuDNN's and FlashAttention's backward: dQ in float32, dK and dV for every query head, row sums."""
     grouped = d_query.shape[1] != d_key.shape[1]
     return d_query.numel() * (4 + 2 * d_query.element_size() * grouped) + 4 * d_query[..., 0].numel()
 
@@ -83,7 +83,7 @@ _attention_workspace = operator(
     lambda d_query, d_key: None,
     scratch_bytes=_attention_scratch,
 )
-"""Apart, as cuDNN takes it after its results: what is reserved depends on the order."""
+"""A separate operation, because cuDNN allocates it after its results, and reserved memory depends on the order."""
 
 
 def _attention_outputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ _fused_attention = operator(
     _attention_outputs,
     _attention_outputs,
 )
-"""A single operation, as on a GPU: selective checkpointing goes by operations (levers/checkpoint_keep.py)."""
+"""A single operation, as on a GPU: selective checkpointing chooses by operation (levers/checkpoint_keep.py)."""
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -1,10 +1,11 @@
 """The phase peaks of a deep model from traces of two shallow ones.
 
-Identical layers keep the same bytes, so what is alive at a given point of a step (the end of forward, the start or the
-end of backward, the update) grows linearly with the layers. Two traces that differ by one period of layers give that
-growth per component. Backward is split at every period: memory changes along it by the same amount per period, so its
-peak is at one of its ends, and both are extrapolated. Exact for tensors. Rounding to blocks is assumed to stay the same
-share, and reserved minus peak memory to stay constant, as it comes from buffers that every layer reuses.
+Identical layers keep the same bytes, so the bytes alive at a given point of a step (the end of forward, the start or
+the end of backward, the update) grow linearly with the layers. A period is the repeating pattern of layers (such as
+windowed and full attention in turn); two traces that differ by one period give that growth per component. Backward is
+split at every period: memory changes along it by the same amount per period, so its peak is at one of its ends, and
+both are extrapolated. Exact for tensors. Rounding to blocks is assumed to stay the same share, and reserved minus peak
+memory to stay constant, as it comes from buffers that every layer reuses.
 """
 
 from collections import Counter
@@ -19,7 +20,7 @@ SHALLOW_PERIODS = 3
 
 
 def depths(layers: int, period: int) -> tuple[int, int]:
-    """Two shallow depths, one period apart, from which whole periods lead to `layers`."""
+    """Two shallow numbers of layers, one period apart, to which adding whole periods gives `layers`."""
     shallow = SHALLOW_PERIODS * period + layers % period
     return shallow, shallow + period
 
@@ -58,10 +59,10 @@ def _peak(peaks: Sequence[PhasePeak]) -> int:
 
 
 def _beyond(few: PhasePeak, more: PhasePeak, periods: int) -> PhasePeak:
-    """Each kind of tensor grows by what one period adds.
+    """The peak `periods` periods beyond `more`: each kind of tensor grows by the two peaks' difference per period.
 
-    Where the two peaks are different moments some kinds shrink, and may be less than nothing in the end: then the sum
-    is what grows, and the other kinds share it.
+    Where the two peaks are at different moments, some kinds shrink and may become negative: then only the sum is
+    extrapolated, and distributed over the other kinds in proportion.
     """
     held, wider = _by_kind(few), _by_kind(more)
     grown = {kind: wider[kind] + (wider[kind] - held[kind]) * periods for kind in held | wider}

@@ -3,9 +3,9 @@
 A training step repeats the same operations on the same shapes, layer after layer. The result of an operation on fake
 tensors depends on their metadata alone, so it is cached as a description (a new tensor of this shape, a view of that
 argument, the argument itself), from which later results are built. Torch has such a cache too, but not for our own
-operators, and its lookup keys are costly to compute. `prim.device`, most of what autograd asks of a fake tensor, is
-answered at once; and one dispatch mode does the work of three (fake tensors, scalar reads, tracer). Together this cuts
-a rehearsal's time to a third. The cache is shared by all simulations of a process.
+operators, and its lookup keys are costly to compute. `prim.device`, autograd's most frequent call, returns without
+dispatch; and one dispatch mode does the work of three (fake tensors, scalar reads, tracer). Together this cuts a
+rehearsal's time to a third. The cache is shared by all simulations of a process.
 
 Not cached: results that depend on values or on more than metadata (constants, subclasses, symbolic sizes, operations
 that change an argument's shape or storage), and any whose memory the description would not reproduce; torch computes
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 READ = aten._local_scalar_dense.default
 ABSOLUTE = (aten.as_strided.default, aten.view.dtype)
-"""Views whose offset is not relative to their argument's."""
+"""View operations whose storage offset is absolute, not relative to their argument's."""
 UNFAKED = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -60,8 +60,8 @@ class CachedResult:
 
 
 _cached: dict[tuple[Any, ...], tuple[Any, CachedResult | None]] = {}
-"""By operation and metadata; None for results not to cache. The key has the operation's id, as hashing an OpOverload is
-slow Python; the operation is kept alive beside it."""
+"""Results by operation and metadata of arguments; None for results not to cache. The key has the operation's id, as
+hashing an OpOverload is slow Python; the value also keeps the operation alive."""
 
 
 class Faking(FakeTensorMode):
@@ -86,7 +86,7 @@ class Faking(FakeTensorMode):
             return args[0].device
         if func is READ:
             return _one(args[0].dtype)
-        if self._inside:  # an operation that another one is composed of
+        if self._inside:  # part of a composite operation, which is traced as a whole
             return self._run(func, types, args, kwargs or {})
         self._inside = True
         try:

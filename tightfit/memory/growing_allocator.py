@@ -1,12 +1,12 @@
 """A model of PyTorch's CUDA caching allocator with expandable segments: segments that grow, page by page.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp under `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. Each
-stream has one segment of requests up to 1 MiB and one of others, each a range of addresses as large as the card, of
-which pages of 2 and of 20 MiB are mapped where they are needed. Requests are rounded to 512 bytes; the smallest free
-mapped block that is large enough is taken, and split; else the first place where free addresses lie together is mapped
-as far as it is not. On a full device whole pages of free blocks are given back, wherever they lie in a segment: what
-other segments lose to holes (allocator.py), these do not.
-Limits: as those of allocator.py; a segment's addresses never end.
+stream has one segment for requests up to 1 MiB and one for larger ones, each a range of addresses as large as the card,
+in which pages of 2 and of 20 MiB are mapped as needed. Requests are rounded to 512 bytes; the smallest free mapped
+block that is large enough is taken, and split; else the first run of free addresses that is large enough is mapped
+where it is not yet. On a full device all whole free pages are unmapped, also those in the middle of a segment: memory
+that fixed segments lose to holes (allocator.py) is not lost here.
+Limits: those of allocator.py; a segment's addresses are assumed to be unlimited.
 """
 
 from bisect import bisect_left, insort
@@ -32,7 +32,7 @@ class Range:
     after: "Range | None" = None
 
     def cut(self, size: int) -> "Range":
-        """Leave `size` here; the rest, of the same kind, is a range of its own. Neither may be listed as free."""
+        """Shorten this range to `size` and return the rest as a new one. Must not be listed as free meanwhile."""
         rest = Range(self.address + size, self.size - size, self.segment, self.mapped, before=self, after=self.after)
         if self.after is not None:
             self.after.before = rest
@@ -40,7 +40,7 @@ class Range:
         return rest
 
     def joined(self) -> "Range":
-        """This and its neighbours of the same kind as one."""
+        """This range merged with neighbours that are free and mapped alike."""
         found = self
         if self.before is not None and self.before.is_like(self):
             found = self.before
@@ -71,14 +71,14 @@ class Segment:
         self._free: dict[tuple[int, int], Range] = {}
 
     def ranges(self) -> Iterator[Range]:
-        """All, in the order of their addresses."""
+        """All ranges in the order of their addresses."""
         at: Range | None = self.first
         while at is not None:
             yield at
             at = at.after
 
     def free(self) -> list[Range]:
-        """Those that are mapped."""
+        """The free ranges that are mapped."""
         return list(self._free.values())
 
     def put(self, free: Range) -> None:
@@ -88,7 +88,7 @@ class Segment:
         self._free[key] = free
 
     def drop(self, free: Range) -> None:
-        """Of what was listed, before it changes."""
+        """Remove a range from the list of free ones, before it changes."""
         key = (free.size, free.address)
         if self._free.pop(key, None) is not None:
             del self._sizes[bisect_left(self._sizes, key)]
@@ -103,8 +103,8 @@ class Segment:
         return found
 
     def room_for(self, size: int) -> list[Range]:
-        """The first free ranges that lie together, not all of them mapped, and are enough; a mapped one at most first
-        and between."""
+        """The first run of adjacent free ranges with at least `size` addresses that has an unmapped one; a run does not
+        begin with two mapped ranges."""
         found: list[Range] = []
         for each in self.ranges():
             found = [] if each.in_use else [*found, each]
@@ -159,7 +159,7 @@ class GrowingAllocator:
                 self._unmap(free)
 
     def _grown(self, segment: Segment, size: int) -> Range:
-        """The first free addresses that are enough, mapped as far as `size` needs."""
+        """A free range of at least `size` from the first run of free addresses, mapped as far as needed."""
         missing = self._missing(segment, size)
         if self.capacity_bytes is not None and self.reserved_bytes + missing > self.capacity_bytes:
             self.empty_cache()
@@ -180,7 +180,7 @@ class GrowingAllocator:
 
     @staticmethod
     def _missing(segment: Segment, size: int) -> int:
-        """Bytes of the pages that have to be mapped."""
+        """Bytes of pages that must be mapped for `size`."""
         missing = 0
         for each in segment.room_for(size):
             if not each.mapped and size > 0:
@@ -190,7 +190,7 @@ class GrowingAllocator:
 
     @staticmethod
     def _map(part: Range, size: int) -> None:
-        """Its first `size` bytes or more, in whole pages; unmapped ranges are of whole pages."""
+        """Map the first whole pages of `part` that hold `size` bytes; unmapped ranges consist of whole pages."""
         if part.mapped:
             return
         if (pages := min(part.segment.pages(size), part.size)) < part.size:
@@ -198,7 +198,7 @@ class GrowingAllocator:
         part.mapped = True
 
     def _unmap(self, free: Range) -> None:
-        """Whole pages of a free mapped range; what is left of it stays."""
+        """Unmap the whole pages of a free mapped range; the partial pages at its ends stay mapped."""
         segment, end = free.segment, free.address + free.size
         first, last = segment.pages(free.address), end // segment.page_bytes * segment.page_bytes
         if first >= last:

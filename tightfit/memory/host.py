@@ -1,13 +1,13 @@
 """Pinned host memory for offloading, visible to tracers.
 
-Torch's pinned allocator rounds every request up to a power of two (a 2.1 GiB tensor takes 4) and keeps what is freed.
+Torch's pinned allocator rounds every request up to a power of two (a 2.1 GiB tensor takes 4) and caches freed memory.
 So large tensors are mapped here in whole pages and registered with CUDA, and unmapped when the tensor dies; small ones
-come from torch. Mappings ask for huge pages, without which pinning takes longer than the copies it is for, and are
+come from torch. Mappings request huge pages, without which pinning takes longer than the copies it is for, and are
 private: Linux gives shared mappings huge pages only where an administrator has enabled that.
 
-Levers allocate on the host with `host_empty` and name their GPU staging buffers with `claimed`; both tell tracers
-(tracing.py), whose ledgers then have them in the right place and component. In a simulation all tensors are on the CPU,
-so copies between host and GPU must be `buffer.copy_(tensor)`: `tensor.to(device)` would allocate nothing.
+Levers allocate on the host with `host_empty` and name their GPU staging buffers with `claimed`; both notify tracers
+(tracing.py), whose ledgers then count the tensors in the right place and component. In a simulation all tensors are on
+the CPU, so copies between host and GPU must be `buffer.copy_(tensor)`: `tensor.to(device)` would allocate nothing.
 """
 
 import mmap
@@ -23,14 +23,14 @@ from tightfit.errors import UserError
 from tightfit.memory.ledger import Component
 
 SMALL_BYTES = 2**20
-"""Up to this size, torch's own pinned memory."""
+"""Tensors up to this size are in torch's own pinned memory."""
 
 
 class Watcher(Protocol):
     """Called with each tensor that `host_empty` or `claimed` names."""
 
     def __call__(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
-        """`tensor` is `component`."""
+        """Record that `tensor` belongs to `component` (None: unchanged) and, if `host`, is in host memory."""
 
 
 _watchers: list[Watcher] = []
@@ -44,7 +44,7 @@ def host_empty(
     component: Component | None = None,
     detail: str = "offloaded",
 ) -> Tensor:
-    """An uninitialised tensor in host memory, pinned where `device` is a GPU; ledgers have it as `component`."""
+    """An uninitialised tensor in host memory, pinned where `device` is a GPU; ledgers count it as `component`."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cuda" and size > SMALL_BYTES:
         tensor = _mapped(size).view(dtype).view(shape)
@@ -56,14 +56,14 @@ def host_empty(
 
 
 def claimed(tensor: Tensor, component: Component, detail: str = "") -> Tensor:
-    """`tensor`, which ledgers have as `component` from now on."""
+    """`tensor`, which ledgers count as `component` from now on."""
     for tell in _watchers:
         tell(tensor, component, detail, host=False)
     return tensor
 
 
 def known_on_host(tensor: Tensor) -> Tensor:
-    """`tensor`, which ledgers have in host memory: in a simulation nothing else tells it from one on the GPU."""
+    """`tensor`, which ledgers count in host memory: a simulation's tensors are all on the CPU, so it must be told."""
     for tell in _watchers:
         tell(tensor, None, "", host=True)
     return tensor
@@ -77,7 +77,7 @@ def pinned_bytes() -> int:
 
 @contextmanager
 def watched(tell: Watcher) -> Iterator[None]:
-    """Inside the block `tell` is called for every tensor named here."""
+    """Inside the block `tell` is called for every tensor of `host_empty`, `claimed` and `known_on_host`."""
     _watchers.append(tell)
     try:
         yield

@@ -4,8 +4,8 @@ Formulas, simulation and measurement fill the same type, so a prediction and a m
 A line says: at the peak of `phase` on `rank`, `component` held `bytes` in `place`. The lines of one phase, rank and
 place therefore add up to that phase's peak, and the largest phase is the run's peak.
 
-Three components are not tensors: `workspace` is kernels' temporary memory, `allocator slack` is what PyTorch's caching
-allocator has reserved beyond what is allocated, `cuda context` is the driver's. The last two are not allocated.
+Three components are not tensors: `workspace` is kernels' temporary memory, `allocator slack` is memory that PyTorch's
+caching allocator has reserved but not allocated, `cuda context` is the driver's. The last two are not allocated.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -116,7 +116,7 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> "Ledger":
-        """What `to_json` made; anything else is an error that names `where` it came from."""
+        """The ledger from `to_json`'s data; a UserError for anything else names `where` it came from."""
         try:
             if data["source"] not in get_args(Source):
                 raise ValueError(f"source {data['source']!r}")

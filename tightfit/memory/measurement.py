@@ -1,10 +1,10 @@
 """Measurement: the ledger of a real run.
 
 On a GPU the caching allocator's history has every allocation and free with its time; the tracer, which runs alongside,
-says what each block was for. Blocks that the tracer has not seen belong to kernels: cuBLAS's workspaces and temporary
-memory of operations. Host memory of levers (host.py) is as the tracer saw it. On the CPU the tracer's tensors are all
-there is. Either way the result is a `Replay`: bytes after each event, and what was alive at the peak of each phase.
-History and tracer run from before the model is built; they slow the program, so steps are not timed here.
+gives each block its component. Blocks that the tracer has not seen belong to kernels: cuBLAS's workspaces and temporary
+memory of operations. Host memory of levers (host.py) comes from the tracer, and on the CPU everything does. Either way
+the result is a `Replay`: bytes after each event, and the tensors alive at the peak of each phase. History and tracer
+run from before the model is built; they slow the program, so steps are not timed here.
 """
 
 from bisect import bisect_left
@@ -33,7 +33,7 @@ class Measuring:
         self.device, self.tracer = device, _TimedTracer()
         self.replay = Replay([], [], [], [])
         self.times_us: list[float] | None = None
-        """Times of the events, where the allocator's history has them."""
+        """Times of the events in the allocator's history; None on the CPU."""
         self.last_step = slice(0, 0)
         self._step: tuple[_Instant, _Instant] | None = None
 
@@ -58,14 +58,14 @@ class Measuring:
         self._step = begin, self.tracer.now()
 
     def ledger(self) -> Ledger:
-        """What was alive at the peak of each phase."""
-        if self.device.type != "cuda":  # where nothing is reserved
+        """The measured ledger: bytes by component at the peak of each phase."""
+        if self.device.type != "cuda":  # the CPU's allocator reserves nothing
             exact = (replace(moment, reserved_bytes=moment.allocated_bytes) for moment in self.peaks)
             return ledger_of(exact, "measurement", place="host")
         return ledger_of_replay(self.replay, "measurement", context_bytes=context_bytes())
 
     def finish(self, history: Sequence[Event] | None = None, before: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Work out the replay: from the allocator's history where there is one, else from the tracer alone.
+        """Compute the replay: from the allocator's history if given, else from the tracer alone.
 
         `before` are the allocator's segments when the history began.
         """
@@ -82,7 +82,7 @@ class Measuring:
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[Measuring]:
-    """Measures everything allocated on `device` inside the block; begin phases and claim tensors through `.tracer`."""
+    """Measure everything allocated on `device` inside the block; begin phases and claim tensors through `.tracer`."""
     measuring = Measuring(device)
     if device.type != "cuda":
         with measuring.tracer, dtensor_planning_unseen(measuring.tracer):
@@ -119,7 +119,7 @@ class _Instant:
 
 
 class _TimedTracer(Tracer):
-    """Also records address and time of each allocation, by which it is found in the allocator's history."""
+    """Also records address and time of each allocation, to find it in the allocator's history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,16 +127,17 @@ class _TimedTracer(Tracer):
         self.phase_times: list[tuple[float, Phase]] = [(time_ns() / 1e3, self.phase)]
 
     def now(self) -> _Instant:
-        """Where the run is."""
+        """The current time and number of events."""
         return _Instant(time_ns() / 1e3, len(self.trace.events))
 
     def begin(self, phase: Phase) -> None:
-        """The program enters `phase`; allocations are noted when they are asked for, so the GPU need not wait."""
+        """The program enters `phase`; the history has the host's time of allocations, so the GPU need not be waited
+        for."""
         super().begin(phase)
         self.phase_times.append((time_ns() / 1e3, phase))
 
     def remember(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Allocation `number` is this storage."""
+        """Record when and at which address allocation `number` was made."""
         self.births.setdefault(storage.data_ptr(), []).append((time_ns() / 1e3, number))
 
     def named(self, block: Event, size: int) -> Allocation:
@@ -152,7 +153,7 @@ class _TimedTracer(Tracer):
 def replay_of_history(
     history: Sequence[Event], tracer: _TimedTracer, before: Sequence[Mapping[str, Any]] = ()
 ) -> Replay:
-    """The replay of the allocator's history, with what was alive at the peak of each phase."""
+    """The replay of the allocator's history, with the tensors alive at the peak of each phase."""
     totals = list(running_totals(history, before=before))
     allocated, reserved = [held for held, _ in totals], [taken for _, taken in totals]
     times = [event["time_us"] for event in history]
@@ -174,7 +175,7 @@ def running_totals(
     *,
     before: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[tuple[int, int]]:
-    """What is allocated and reserved after each event, from what was before the first."""
+    """(allocated, reserved) bytes after each event, beginning with those given for before the first."""
     blocks = HistoryBlocks(before)
     for event in history:
         size = event["size"]

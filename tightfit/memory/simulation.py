@@ -2,8 +2,8 @@
 
 Fake tensors have shapes and storages but no bytes, and the fake process group answers for all other ranks, so the real
 training code runs unchanged, in seconds and without memory, for any model and world size. The tensors are on the CPU
-(torch without CUDA aborts on fake CUDA tensors in autograd); `cuda_rules` replaces what would differ there. Limits:
-only the first rank of each pipeline stage is traced, and values are unknown, so MoE routing is assumed balanced.
+(torch without CUDA aborts on fake CUDA tensors in autograd); `cuda_rules` replaces operations that differ on a GPU.
+Limits: only the first rank of each pipeline stage is traced; values are unknown, so MoE routing is assumed balanced.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def _shapes_known() -> Iterator[None]:
-    """Pipeline stages of torch 2.13 exchange whether all of them know their shapes; here nobody would answer."""
+    """Pipeline stages of torch 2.13 ask each other whether they know their shapes; here no other stage would answer."""
     from torch.distributed.pipelining import PipelineStage
 
     stage: Any = PipelineStage
@@ -62,7 +62,7 @@ def _shapes_known() -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """DTensor's sharding cache would take the mesh of another simulated stage for the same one."""
+    """Clear DTensor's sharding cache, which would confuse this mesh with that of the next simulated stage."""
     from torch.distributed.tensor import DTensor
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -72,7 +72,7 @@ def _forget_meshes() -> None:
 
 @contextmanager
 def first_chunk_only() -> Iterator[None]:
-    """While a model is sharded, `torch.chunk` returns the first chunk for every rank: a thousand would take minutes."""
+    """Inside the block `torch.chunk` returns the first chunk for every rank: making a thousand takes minutes."""
     whole = torch.chunk
     torch.chunk = _first_chunk
     try:

@@ -1,8 +1,8 @@
 """Trace: every allocation and free of a run in order, each with its component; and its replay through an allocator.
 
 Traces come from tracing.py, on real or fake tensors. Replaying one through the model of the caching allocator gives
-allocated and reserved memory over time, and what was alive at the peak of each phase: summed by component, that is the
-ledger. Tensors of memory/host.py are in host memory: they bypass the GPU's allocator and have peaks of their own.
+allocated and reserved memory over time, and the tensors alive at the peak of each phase: summed by component, they are
+the ledger. Tensors of memory/host.py are in host memory: they bypass the GPU's allocator and have peaks of their own.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from tightfit.memory.allocator import Allocator, CachingAllocator, PlainAllocato
 from tightfit.memory.ledger import Component, Ledger, Line, Phase, Place, Source
 
 CARRIED_STEPS = 6
-"""Times that a step is played which frees what the one before it left: blocks of the allocator come to lie otherwise
-from step to step. A segment more was needed by the fourth or the sixth (Qwen2.5-1.5B and Llama 1B with states on the
-host), and by none of the eight after it that were measured."""
+"""Repetitions in a replay of a step that frees tensors of the step before: the positions of the allocator's blocks
+change from step to step. A further segment was needed in the fourth or sixth step (Qwen2.5-1.5B and Llama 1B with
+states on the host), and in none of the eight after it that were measured."""
 NOTHING_CARRIED: Mapping[int, int] = MappingProxyType({})
 CAPTURED = 1 << 20
-"""Streams from here on are those of a graph's pool."""
+"""Stream numbers from here on stand for the memory pool of a CUDA graph."""
 
 
 @dataclass(slots=True)
@@ -35,12 +35,12 @@ class Allocation:
     stream: int = 0
     place: Place = "gpu"
     once: bool = False
-    """Made in the first of a step's repetitions, and kept."""
+    """Whether it is made only in the first repetition of a step, and kept."""
 
 
 @dataclass
 class PhasePeak:
-    """The peak of a phase: allocated bytes, what was alive, and bytes reserved by the phase's end."""
+    """The peak of a phase: allocated bytes, the allocations alive, and bytes reserved by the phase's end."""
 
     phase: Phase
     allocated_bytes: int = 0
@@ -103,7 +103,7 @@ class Trace:
     """`events` has i where allocation i is made and ~i where it is freed; `starts` has the first event of each phase.
 
     Events from `step_start` on are one training step, which a replay may repeat. Where a step leaves allocations that
-    the next one frees, the step before it is traced too, from `previous_start` on.
+    the next step frees, the step before is traced too, from `previous_start` on.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
@@ -135,12 +135,12 @@ class Trace:
         captured: bool = False,
         update_captured: bool = False,
     ) -> Replay:
-        """Replay the events through `allocator`, the step `steps` times; with `apart` host memory has its own.
+        """Replay the events through `allocator`, the step `steps` times; with `apart` host memory counts separately.
 
-        A step that frees what the one before it left is repeated `CARRIED_STEPS` times, unless `steps` is 1.
+        A step that frees allocations of the step before is played `CARRIED_STEPS` times, unless `steps` is 1.
 
-        Steps that are `captured` (train/step_graph.py) are two: one as ever, and one whose forward and backward have a
-        pool of their own, where gradients stay; with `update_captured` the whole step has.
+        If `captured` (train/step_graph.py) two steps are played: one eagerly, and one whose forward and backward
+        allocate from the CUDA graph's own pool, where gradients stay; with `update_captured` the whole step does.
         """
         player = _Player(self, CachingAllocator() if allocator is None else allocator, apart=apart)
         player.play(0, len(self.events))
@@ -154,9 +154,10 @@ class Trace:
         return player.replay()
 
     def _carried(self) -> dict[int, int] | None:
-        """By what the step frees of the step before, what it leaves itself in its place; None where steps differ.
+        """From an allocation of the step before that this step frees to this step's own counterpart, which the next
+        repetition frees instead; None where the two steps' allocations differ.
 
-        What it frees only after its successor is there is left out: that one takes its place when it is made.
+        Left out are those that are freed only after the counterpart is made: the replay frees them at that point.
         """
         if self.previous_start is None or self.step_start is None:
             return {}
@@ -170,7 +171,7 @@ class Trace:
 
 
 class _Player:
-    """Replays ranges of events, and lists what was alive at the peaks."""
+    """Replays ranges of events, and lists the allocations alive at the peaks."""
 
     def __init__(self, trace: Trace, allocator: Allocator, *, apart: bool) -> None:
         self.trace, self.apart = trace, apart
@@ -182,7 +183,7 @@ class _Player:
         self.starts: list[tuple[int, Phase]] = []
         self.pool = 0
         self.kept: set[int] = set()
-        """Allocations that are not freed."""
+        """Allocations that are never freed: those of a CUDA graph that live on after its capture."""
 
     def replay(self) -> Replay:
         """The replay of everything played."""
@@ -190,7 +191,7 @@ class _Player:
         return Replay(self.allocated["gpu"], self.reserved, self.starts, self._occurrences("gpu"), host)
 
     def play(self, begin: int, end: int, carried: Mapping[int, int] = NOTHING_CARRIED) -> None:
-        """Play a range; freed is what took the place of allocations that are `carried`."""
+        """Play a range of events; frees of `carried` allocations free their counterparts instead."""
         shift = len(self.played) - begin
         if begin and (inside := [phase for at, phase in self.trace.starts if at <= begin]):
             self.starts.append((len(self.played), inside[-1]))
@@ -199,8 +200,8 @@ class _Player:
             self._play(~carried[~event] if ~event in carried else event)
 
     def capture(self, begin: int, end: int, *, whole: bool) -> None:
-        """Play a step after what was cached is given back, with what it allocates before the update, or as a `whole`,
-        in its own pool."""
+        """Empty the cache, then play a step whose allocations before the update, or of the `whole` step, are in the
+        graph's pool."""
         for number in [number for number in self.blocks if self.trace.allocations[number].once]:
             self.allocators["gpu"].release(self.blocks.pop(number))
         self.allocators["gpu"].empty_cache()
@@ -218,7 +219,7 @@ class _Player:
         allocator = self.allocators[allocation.place]
         stays = number in self.blocks and (allocation.once or number in self.kept)
         survivor = None if stays else self.blocks.pop(number, None)
-        if survivor is not None:  # freed, or left over from the last repetition and replaced
+        if survivor is not None:  # a free, or an allocation left by the last repetition, which is now replaced
             allocator.release(survivor)
         if event >= 0 and not stays:
             self.blocks[event] = allocator.allocate(allocation.bytes, self.pool + allocation.stream)
@@ -258,7 +259,7 @@ def ledger_of_replay(replay: Replay, source: Source, *, context_bytes: int = 0) 
 
 
 def ledger_of(moments: Iterable[PhasePeak], source: Source, *, context_bytes: int = 0, place: Place = "gpu") -> Ledger:
-    """The ledger of phase peaks; what rounding to blocks adds is put on the largest line of each."""
+    """The ledger of phase peaks; bytes added by rounding to blocks are counted on each phase's largest line."""
     return Ledger(source, tuple(line for moment in moments for line in _lines(moment, context_bytes, place)))
 
 

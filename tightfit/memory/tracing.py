@@ -1,7 +1,7 @@
 """Tracing: records every tensor's allocation and free in a program, on fake or real tensors.
 
-A dispatch mode sees each operation's results; a weak reference on each new storage tells when it dies. FSDP2 frees and
-reallocates storages without an operation, so `UntypedStorage.resize_` is patched too (as in torch's MemTracker).
+A dispatch mode sees each operation's results; a weak reference to each new storage reports when it dies. FSDP2 frees
+and reallocates storages without an operation, so `UntypedStorage.resize_` is patched too (as in torch's MemTracker).
 Workspaces are invisible to a dispatch mode; `scratch` computes them (cuda_rules.py).
 
 Components: parameters, master weights, states and gradients are claimed by the code that knows them; the rest follows
@@ -37,7 +37,7 @@ BACKWARD = ("backward", "first step")
 ENGINE = "_engine_run_backward"
 DISPATCHERS = ("follow", "__torch_dispatch__", "_fn", "inner")
 OWN_REFERENCES = 2
-"""References to a storage that only one tensor uses: the tensor's, and that of the object used to look at it."""
+"""Use count of a storage that only one tensor uses: the tensor's reference, and that of the Python storage object."""
 
 
 def no_scratch(operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
@@ -55,7 +55,7 @@ class Tracer(TorchDispatchMode):
         self.modules: list[str] = []
         self.paused = False
         self.product_workspace_bytes = 0
-        """What cuBLAS takes for itself in each thread that multiplies: the one of forward, and autograd's."""
+        """Workspace that cuBLAS allocates in each thread that calls it: that of forward, and autograd's."""
         self._multiplying: set[bool] = set()
         self._known: dict[int, tuple[int, Any]] = {}
         self._streams: list[Any] = [torch.cpu.current_stream()]
@@ -73,7 +73,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def listening(self) -> Iterator["Tracer"]:
-        """Inside the block resizes and claims are traced; operations must be passed to `follow` by the caller."""
+        """Inside the block resizes and claims are traced; the caller must pass operations to `follow`."""
         with _followed_resizes(self), watched(self.told), self._stack:
             try:
                 yield self
@@ -95,7 +95,7 @@ class Tracer(TorchDispatchMode):
             self.paused = before
 
     def begin_step(self) -> None:
-        """Later events are those of one training step; earlier ones since the last call, of the step before."""
+        """Events from here on are one training step; those since the last call are the step before."""
         self.trace.previous_start, self.trace.step_start = self.trace.step_start, len(self.trace.events)
 
     def claim(self, tensors: Iterable[Tensor], component: Component, detail: str = "") -> None:
@@ -110,7 +110,7 @@ class Tracer(TorchDispatchMode):
                     allocation.detail = detail or ("offloaded" if allocation.place == "host" else "")
 
     def told(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
-        """The Watcher of memory/host.py: component and place of a tensor."""
+        """The Watcher of memory/host.py: record component and place of a tensor."""
         if component is not None:
             self.claim([tensor], component, detail)
         number, _ = self._known.get(tensor.untyped_storage()._cdata, (None, None))
@@ -130,7 +130,7 @@ class Tracer(TorchDispatchMode):
             self.claim([parameter.grad], "gradients")
 
     def name_modules(self, model: nn.Module) -> None:
-        """Record in which module memory is allocated (linear layers count as their parent module)."""
+        """Record the module in which memory is allocated (linear layers count as their parent module)."""
         handles: list[RemovableHandle] = []
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):  # hooks would keep it out of fused operations (`can_fuse`)
@@ -184,14 +184,15 @@ class Tracer(TorchDispatchMode):
         return result
 
     def _take_workspace(self) -> None:
-        """With the first product of this thread, whose memory is kept from then on."""
+        """Trace cuBLAS's workspace at the first product of the current thread; it is never freed."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward not in self._multiplying:
             self._multiplying.add(in_backward)
             self.trace.allocate(Allocation(self.product_workspace_bytes, "workspace", "cuBLAS", once=True))
 
     def _summed_in_place(self, operands: tuple[Any, ...]) -> int | None:
-        """The storage into which autograd adds a second gradient in place; with fake tensors it allocates a sum."""
+        """The storage into which autograd would add a second gradient in place; with fake tensors it allocates a sum,
+        which must not be counted. None for any other addition."""
         first = operands[0]
         if not isinstance(first, FakeTensor) or not first.is_contiguous() or not _called_by_engine():
             return None
@@ -232,7 +233,7 @@ class Tracer(TorchDispatchMode):
             self.trace.free(number)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has been freed or reallocated in place."""
+        """Trace that a storage has been freed or reallocated in place."""
         self._forget(storage._cdata)
         if storage.nbytes() and not self.paused:
             owner = _resizing_owner()
@@ -257,7 +258,7 @@ class Tracer(TorchDispatchMode):
 
 
 _names: dict[int, tuple[Any, str]] = {}
-"""By the operation's id; an OpOverload puts its name together at every call."""
+"""Names by the operation's id, because `str` of an OpOverload builds the name at every call."""
 
 
 def _name(func: Any) -> str:
@@ -283,7 +284,7 @@ def _belongs(phase: Phase, module: str) -> tuple[Component, str]:
 
 
 def _called_by_engine() -> bool:
-    """Whether the autograd engine itself made this call, not a backward formula or function."""
+    """Whether the autograd engine itself made this call, rather than a backward formula or function."""
     frame = _caller(sys._getframe(2))
     return frame is not None and frame.f_code.co_name == ENGINE
 
@@ -311,7 +312,7 @@ def _sharding_owner() -> tuple[Component, str] | None:
 
 
 def _to_front(hooks: Any, number: int) -> None:
-    """Make a hook run before one that updates the parameter and frees the gradient; order is by insertion."""
+    """Make a hook run before one that updates the parameter and frees the gradient: hooks run in insertion order."""
     others = [(key, hook) for key, hook in hooks.items() if key != number]
     own = hooks[number]
     hooks.clear()

@@ -1,1 +1,1 @@
-"""Plans: how a run is spread and what it saves on, found by counting memory and time; nothing here imports torch."""
+"""Plans: layout and levers of a run, found by predicting memory and time; nothing here imports torch."""

@@ -1,8 +1,8 @@
-"""From a question to an answer: the plan to take, what else would do, or what would have to change.
+"""From a question to an answer: the recommended plan and its alternatives, or what would have to change.
 
-Where the user leaves something open, the default is said in the answer: rows of 4096 tokens (or the model's length);
-as many rows a step as the machine works through in half a minute at 40 % of its peak, a power of two for each GPU, at
-least one and at most 4 million tokens together; and bf16 where the card has it, else fp16.
+Defaults for what the user leaves open, which the answer states: rows of 4096 tokens (or the model's length); as many
+rows a step as the machine processes in half a minute at 40 % of its peak, a power of two per GPU, at least one, and at
+most 4 million tokens in all; bf16 where the card has it, else fp16.
 """
 
 import math
@@ -40,7 +40,7 @@ DEFAULT_MFU = 0.4
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be planned. `job` holds the fields of a job file, where the plan is made from one."""
+    """What to plan. `job` holds the fields of a job file, where the plan is made from one."""
 
     model: str
     workload: Workload
@@ -48,13 +48,13 @@ class Question:
     pins: Pins = field(default_factory=Pins)
     lossy: bool = False
     positions: int | None = None
-    """Of the model as it is; a workload may have longer rows."""
+    """Positions of the model as published; the workload may have longer rows."""
     steps: int | None = None
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def space(self) -> SearchSpace:
-        """Where to look for plans."""
+        """The layouts and levers to search."""
         pins = self.pins.with_engine(self.workload.engine)
         return SearchSpace(self.workload, self.machine, pins, self.lossy)
 
@@ -92,7 +92,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`plan` fits, or is the nearest to fitting; then `changes` say what would fit."""
+    """`plan` fits, or else is the one nearest to fitting; in the latter case `changes` say what would fit."""
 
     plan: Plan
     alternatives: tuple[Candidate, ...]
@@ -101,7 +101,7 @@ class Answer:
     layouts: int
 
     def to_json(self) -> dict[str, Any]:
-        """One object; the ledger is its lines."""
+        """The plan's JSON with the answer's other fields; the ledger as a list of its lines."""
         plan = self.plan.to_json()
         return {
             **plan,
@@ -129,7 +129,7 @@ def _alternative(candidate: Candidate, plan: Plan) -> dict[str, Any]:
 
 
 def answer(question: Question) -> Answer:
-    """Search, and say what there is to say about the result."""
+    """Search for plans, fill the card, and collect alternatives, changes and notes."""
     found = search(question.space)
     best = found.best or found.nearest
     plan = question.plan(fill_card(question.space, best) if found.best else best)
@@ -174,7 +174,7 @@ def make_workload(
 
 
 def default_rows(workload: Workload, machine: Machine) -> int:
-    """Rows of a step where nobody said how many."""
+    """Rows of a step by default."""
     length = workload.sequence_length
     row_flops = token_flops(workload.spec, length) * length
     seconds = row_flops / (DEFAULT_MFU * peak_flop_s(workload.precision, machine))

@@ -8,9 +8,9 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
 
 USUAL_TOKENS = (4_000_000, 66_000_000)
-"""What large runs take per step; the upper end leaves room for DeepSeek-V3's 1920 × 32 K."""
+"""Tokens per step of large runs; the upper end leaves room for DeepSeek-V3's 1920 × 32 K."""
 LARGE_RUN_RANKS = 64
-"""Fewer GPUs than this are fine-tuning or learning, where small batches are usual too."""
+"""Runs on fewer GPUs are fine-tuning or experiments, where small batches are usual too."""
 
 
 MOST_ROWS = 10**12
@@ -51,7 +51,7 @@ class Batch:
 def rows_of_tokens(tokens: int, sequence_length: int, gpus: int = 1) -> int:
     """Rows that hold `tokens`; where that is no whole number, the nearest multiple of the GPUs, which splits well.
 
-    With fewer rows than GPUs, of the largest power of two that is not above them.
+    With fewer rows than GPUs: the nearest multiple of the largest power of two up to the number of rows.
     """
     if tokens < 1:
         raise UserError(f"--batch-tokens is {tokens}; give at least 1")
@@ -72,7 +72,7 @@ def splits(rows: int, sequence_length: int, ranks: int) -> list[Batch]:
 
 
 def batch_of(workload: Workload, layout: Layout) -> Batch:
-    """How `layout` works through the batch of `workload`."""
+    """The batch of `workload` under `layout`."""
     return split_rows(workload.global_batch, workload.sequence_length, layout.micro_batch, layout.data)
 
 
@@ -88,7 +88,7 @@ def split_rows(rows: int, sequence_length: int, micro: int, ranks: int) -> Batch
 
 
 def warning(tokens: int, gpus: int) -> str | None:
-    """One sentence where a large run's batch is outside of what such runs take."""
+    """A sentence if a large run's batch is outside USUAL_TOKENS, else None."""
     low, high = USUAL_TOKENS
     if gpus < LARGE_RUN_RANKS or low <= tokens <= high:
         return None

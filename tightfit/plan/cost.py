@@ -5,21 +5,21 @@
 
 M micro-batches run through the slowest pipeline rank. Each cause has its file in plan/seconds; here they are added up:
 
-| what | hides behind |
+| what | overlaps with |
 |---|---|
 | products, attention, elementwise kernels, recompute | nothing: they are the card's own work |
-| launches | the card's work, but for what the host is behind with |
-| tensor and expert collectives, sends of a pipeline | nothing: they wait in line |
-| gathering a block's input again for backward | backward, but for one block's |
-| heads that context ranks exchange | nothing (seconds/context.py) |
+| launches | the card's work, as far as the host is ahead of it |
+| tensor and expert collectives, sends of a pipeline | nothing: compute waits for them |
+| gathering a block's input again for backward | backward, all but one block's |
+| all-to-all of heads between context ranks | nothing (seconds/context.py) |
 | keys and values in a ring of context ranks | attention (seconds/context.py) |
-| gathered weights and reduced gradients | forward and backward, but for one layer's (seconds/data.py) |
+| all-gather of weights, reduction of gradients | forward and backward, all but one layer's (seconds/data.py) |
 | a teacher's forward pass | nothing |
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
-Cards that work in step wait for the slowest (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to one
-workload and machine and does what depends on the layout once (`of`), so that a search can try many levers on it
-(`LayoutCost.step`).
+Synchronous cards wait for the slowest of them (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to
+one workload and machine; `Costs.of` computes once what depends on the layout alone, so that a search can try many
+levers on it (`LayoutCost.step`).
 """
 
 from collections.abc import Sequence
@@ -61,16 +61,16 @@ from tightfit.plan.steptime import StepTime
 states_key = attrgetter(
     "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
 )
-"""What the weights and states of a rank depend on: not its micro-batch, nor the order of its work."""
+"""Cache key: the fields of a Layout on which a rank's weights and states depend."""
 tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchanging", "ring")
-"""What the time of a layer depends on: its tokens, and how they are split."""
+"""Cache key: the fields of a Layout on which a layer's time depends."""
 
 
 class Costs:
     """Step times of one workload on one machine."""
 
     def __init__(self, workload: Workload, machine: Machine, *, layer_launch_ms: float | None = None) -> None:
-        """`layer_launch_ms` is what the host takes to launch a plain layer and its update, where that was measured."""
+        """`layer_launch_ms`: the host's measured time to launch a plain layer and its update; None: the default's."""
         self.workload, self.machine, self.efficiency = workload, machine, MEASURED
         if (calibration := machine.calibration) is not None:
             self.efficiency = calibration.efficiency(machine.accelerator)
@@ -79,21 +79,21 @@ class Costs:
         self.launch_share = workload.engine.launch_share * self.host_share
         self.rates = card_rates(workload, machine, self.efficiency)
         self.group = cache(partial(Group, machine))
-        """`size` ranks that lie `stride` apart, given both."""
+        """From (stride, size) to the Group of ranks."""
         self.of = cache(partial(LayoutCost, self))
-        """What a step of a layout costs before levers."""
+        """From a Layout to its LayoutCost."""
         self._layers: dict[object, LayerTime] = {}
         self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
 
     def layer(self, layout: Layout) -> LayerTime:
-        """One layer under `layout`."""
+        """Seconds of one layer under `layout`."""
         key = tokens_key(layout)
         if key not in self._layers:
             self._layers[key] = LayerTime(self.workload, self.rates, layout)
         return self._layers[key]
 
     def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
-        """Parameters of a rank with `layers` layers, and what data ranks exchange of them."""
+        """Parameters of a rank with `layers` layers, and data ranks' collectives over them."""
         key = (states_key(layout), layers)
         if key not in self._data:
             adapted = self.workload.adapted
@@ -110,7 +110,7 @@ class Costs:
 
 
 class LayoutCost:
-    """What of a step depends on the layout alone; `step` adds what levers change."""
+    """The parts of a step's time that depend on the layout alone; `step` adds what levers change."""
 
     def __init__(self, costs: Costs, layout: Layout) -> None:
         workload, spec, tensor = costs.workload, costs.workload.spec, layout.tensor
@@ -158,7 +158,7 @@ class LayoutCost:
         )
 
     def _tensor_traffic(self, counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:
-        """Of tensor ranks in a line or on a mesh."""
+        """Traffic of tensor ranks in a line or on a mesh."""
         costs, layout, workload = self.costs, self.layout, self.costs.workload
         if layout.tensor_mesh == "1d":
             return tensor_traffic(costs.group(1, layout.tensor), layout, counts, hidden_bytes)
@@ -177,7 +177,7 @@ class LayoutCost:
         """One optimizer step with `levers`."""
         layout, micro, costs = self.layout, self.micro_batches, self.costs
 
-        # One micro-batch: the card's own work, and what it waits for the host to launch.
+        # One micro-batch: the card's own work, and its waits for the host's launches.
         compute = self._compute(levers)
         again = recompute(costs.workload, layout, levers, self.layer, self.layers)
         update_s = self._update_s(levers)
@@ -185,12 +185,12 @@ class LayoutCost:
         card = PassSeconds(compute.forward_s, compute.backward_s + again.seconds)
         waits = self._waits(levers, launches, card, update_s)
 
-        # Its traffic that waits in line.
+        # Its collectives that compute waits for.
         regather_s = exposed_s((1 - again.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
         whole = self._with_traffic(compute, regather_s)
         sends_s = 2 * self.send_s
 
-        # Of the step, what hides behind these.
+        # The whole step, with traffic as far as these passes do not hide it.
         hiding_backward_s = whole.backward_s + again.seconds + waits.both_s
         reference_launches_s = self._launches(levers, again, costs.workload.engine.launch_share).both_s
         return StepTime(
@@ -199,7 +199,7 @@ class LayoutCost:
             launch_s=max(micro * waits.both_s, self._idle_s(levers, micro * reference_launches_s)),
             tensor_s=self.tensor.once_s + micro * (self._exposed_tensor_s(again) + regather_s),
             context_s=micro * ((1 + again.share) * self.context_forward_s + self.context_backward_s),
-            expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputed, tokens go there but not back
+            expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputation sends tokens to experts, not back
             data_s=self.data.step_s(
                 layout, micro_batches=micro, forward_s=whole.forward_s, backward_s=hiding_backward_s
             ),
@@ -227,20 +227,21 @@ class LayoutCost:
         )
 
     def _with_traffic(self, compute: PassSeconds, regather_s: float) -> PassSeconds:
-        """A micro-batch's passes with the collectives that they wait for."""
+        """A micro-batch's passes with the collectives that compute waits for."""
         forward_s = compute.forward_s + self.tensor.one_way_s + self.expert_s + self.context_forward_s
         backward_s = compute.backward_s + self.tensor.one_way_s + regather_s + self.expert_s + self.context_backward_s
         return PassSeconds(forward_s, backward_s)
 
     def _exposed_tensor_s(self, again: Recompute) -> float:
-        """A micro-batch's collectives of tensor ranks that the engine does not hide: both ways, and recomputed."""
+        """Seconds of a micro-batch's tensor collectives, recomputed ones included, that the engine does not overlap."""
         collectives_s = 2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s
         return (1 - self.costs.workload.engine.tensor_hidden_share) * collectives_s
 
     def _optimizer_s(self, levers: Levers, card_s: float) -> float:
-        """The update: the card's seconds of it, or the host's of launching it where the card has nothing else to do.
+        """The update: the card's seconds, or the host's for launching it if longer and nothing else is queued.
 
-        Inside backward the card updates matrices, and waits for the launch of all else when it is over.
+        With updates inside backward, matrices are updated there; after it the card waits for the launches of the
+        remaining updates (norms and biases).
         """
         if levers.update_in_backward and self.is_captured(levers):
             return card_s
@@ -249,17 +250,17 @@ class LayoutCost:
         return card_s if self._updates_unseen(levers) else max(card_s, self._update_launch_s(levers))
 
     def _idle_s(self, levers: Levers, launches_s: float) -> float:
-        """Of a card whose host is ahead; ranks of a pipeline wait for one another instead."""
+        """Idle seconds of a card though its host is ahead; 0 in a pipeline, whose ranks wait for each other instead."""
         if self.layout.pipeline > 1:
             return 0.0
-        if levers.update_in_backward and self.is_captured(levers):  # nothing is left to do while the host prepares
+        if levers.update_in_backward and self.is_captured(levers):  # no update runs while the host prepares a replay
             return GAP_SHARE * launches_s + self._replay().forward_s
         if self._updates_unseen(levers) or self.is_captured(levers):
             return GAP_SHARE * launches_s
         return 1e-3 * self.costs.launch_share * STEP_IDLE_MS
 
     def _compute(self, levers: Levers) -> PassSeconds:
-        """The card's seconds of forward and backward, as products in fp8, tiles and the plain loss change them."""
+        """The card's seconds of forward and backward, with the changes by fp8 products, tiles and the plain loss."""
         costs, workload, tensor = self.costs, self.costs.workload, self.layout.tensor
         fp8 = fp8_more_s(workload, costs.machine, costs.efficiency, self.layer, levers, tensor=tensor)
         tiled = tiled_more_s(workload, costs.rates, self.layer, levers, tensor=tensor)
@@ -271,8 +272,8 @@ class LayoutCost:
         )
 
     def is_captured(self, levers: Levers) -> bool:
-        """Whether forward and backward, with the updates inside it, are launched as a CUDA graph: where some hosts are
-        slower than the card."""
+        """Whether forward and backward, with updates inside it, are launched as a CUDA graph: where it is possible and
+        a slow host (SLOW_HOST × the launches) would take longer than the card."""
         workload = self.costs.workload
         if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
             return False
@@ -283,22 +284,22 @@ class LayoutCost:
         return levers.cuda_graph == "always" or SLOW_HOST * host_s > card_s
 
     def _replay(self) -> PassSeconds:
-        """The host's seconds of launching a graph, forward and backward at once."""
+        """The host's seconds of replaying a CUDA graph of forward and backward."""
         return PassSeconds(forward_s=1e-3 * self.costs.launch_share * REPLAY_MS)
 
     def _launches(self, levers: Levers, again: Recompute, share: float) -> PassSeconds:
-        """The seconds of launching a micro-batch's forward and backward, of a host that takes `share` of ours."""
+        """Seconds to launch a micro-batch's forward and backward, on a host that takes `share` of the measured time."""
         workload = self.costs.workload
         ours = launch_s(levers, again, self.layers, workload.spec, adapter_launch(workload))
-        backwards = 2 if self.layout.splits_backward else 1  # autograd goes back for inputs, then for weights
+        backwards = 2 if self.layout.splits_backward else 1  # autograd runs for inputs, then again for weights
         return PassSeconds(share * ours.forward_s, share * ours.backward_s * backwards)
 
     def _waits(self, levers: Levers, launches: PassSeconds, card: PassSeconds, update_s: float) -> PassSeconds:
-        """What a micro-batch waits for the host in forward and in backward, which is ahead of the card or behind it.
+        """Seconds that the card waits for the host's launches in a micro-batch's forward and in its backward.
 
-        Where the host launches the update before it waits for the loss, it begins the next step while the card updates.
-        Where backward is to update weights, the host waits itself at the end of forward: the card then waits for the
-        launches of the loss's backward at least.
+        Where the host launches the update before it reads the loss, it launches the next forward while the card
+        updates. With updates inside backward the host waits for the card at the end of forward, so that the card idles
+        at least until the loss's backward is launched.
         """
         forward_s, host_backward_s = card.forward_s, launches.backward_s
         if self._updates_unseen(levers):
@@ -312,12 +313,13 @@ class LayoutCost:
         return PassSeconds(forward_late_s, max(0.0, late_s - forward_late_s))
 
     def _updates_unseen(self, levers: Levers) -> bool:
-        """Whether the update is launched before the host knows the loss: torch's AdamW skips what is not finite."""
+        """Whether the host launches the update before it reads the loss; torch's AdamW skips non-finite gradients by
+        itself."""
         workload = self.costs.workload
         return workload.engine.updates_unseen and is_torch_adamw(levers, wide=workload.updates_wide)
 
     def _update_s(self, levers: Levers) -> float:
-        """The card's seconds of AdamW and of adding up gradients."""
+        """The card's seconds of AdamW and of summing gradients over micro-batches."""
         costs = self.costs
         return update_s(
             costs.workload,
@@ -330,7 +332,7 @@ class LayoutCost:
         )
 
     def _update_launch_s(self, levers: Levers) -> float:
-        """The host's seconds of launching the update; inside backward, launches.py counts it with the layers."""
+        """The host's seconds of launching the update; 0 with updates inside backward, which launches.py counts."""
         if levers.update_in_backward:
             return 0.0
         workload, model = self.costs.workload, model_params(self.costs.workload.spec)

@@ -1,15 +1,15 @@
 """How long one step of serving takes on a CPU: measured parts (hardware/cpu_rates.py), added up.
 
-    products    weights of the layers · ns at the step's tokens + weights of the head · ns at its answers;
-                of experts those that tokens go to · ns at the tokens of each
-    elements    tokens · layers · (10 hidden + 2 query + 4 key + 4 inner + 2 for each number more that is normed) · ns
-    attention   pairs of query and key · heads · layers · (4 head size / rate + passes over scores · ns)
-    cache       keys and values of single tokens / rate, and passes over their scores where those are apart
+    products    weights of the layers · ns per weight at the step's tokens + weights of the head · ns at its answers;
+                of experts, those that are routed to · ns at the tokens of each
+    elements    tokens · layers · (10 hidden + 2 query + 4 key + 4 inner + 2 per number in further norms) · ns
+    attention   pairs of query and key in prefill · heads · layers · (4 head size / rate + passes over scores · ns)
+    cache       keys and values read in decode / rate, and passes over their scores if these are operations of their own
     calls       operations of the layers (cpu_operations.py) · µs + the step's own µs + answers · (µs + vocabulary · ns)
 
-On a CPU these follow one another, so nothing is hidden. torch's attention makes scores, their softmax and sums in one
-pass; soft caps and sinks are operations of their own over all scores, and with sinks keys and values are copied for
-every head of queries.
+An answer is a sequence that samples a token in the step. On a CPU these parts run one after another: nothing overlaps.
+torch's attention computes scores, softmax and sums in one pass; soft caps and sinks are further operations over all
+scores, and with sinks keys and values are copied for every query head.
 """
 
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from tightfit.plan.cpu_operations import PLAIN_SINGLE, runs_joint, step_operatio
 from tightfit.plan.serving_step import Step, expert_params, experts_met, layer_params, moved_elements
 
 NORM_ELEMENTS = 2
-"""Read and written of each number that is normed."""
+"""A norm reads and writes each number once."""
 SOFTCAP_PASSES, SINK_PASSES = 4, 2
-"""Over all scores, beside the softmax, of attention that is not one operation of torch: 32 and 16 ns a pair beside 7.5
-of a softmax on a Neoverse N1, at heads of 16 to 256."""
+"""Passes over all scores besides the softmax, where attention is not one torch operation: 32 and 16 ns a pair beside
+the softmax's 7.5 on a Neoverse N1, at heads of 16 to 256."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuStepRates:
-    """A CPU's rates, and what it reads of a model's weights."""
+    """A CPU's measured rates, and the formats in which products read the layers' and the head's weights."""
 
     measured: CpuRates
     layers_as: ReadAs
@@ -37,16 +37,16 @@ class CpuStepRates:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of float32 weights that one row is multiplied by."""
+        """Bytes of float32 weights that a product of one row reads a second."""
         return 4e9 / self.measured.product_ns("fp32", 1)
 
     @property
     def product_flops(self) -> float:
-        """Of the fastest products with the layers' weights."""
+        """FLOP/s of the layers' products at the best number of rows."""
         return max(2e9 * rows / ns for rows, ns in self.measured.products[self.layers_as])
 
     def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
-        """Predicted seconds of `step`; the bytes of its weights are in what products take."""
+        """Predicted seconds of `step`; `weight_bytes` is not used, as measured products include reading weights."""
         rates = self.measured
         elements = step.tokens * spec.layers * _moved_elements(spec)
         return (
@@ -59,22 +59,22 @@ class CpuStepRates:
         )
 
     def _layers_us(self, spec: ModelSpec, step: Step) -> float:
-        """Of the calls of all layers."""
+        """Call overhead of all layers."""
         each_us = self.measured.layer_us / PLAIN_SINGLE if runs_joint(spec) else self.measured.operation_us
         return each_us * step_operations(spec, prompts=step.pairs > 0)
 
     def _score_ns(self, spec: ModelSpec) -> float:
-        """Of each pair of query and key of a head."""
+        """Nanoseconds per pair of a query and a key of a head, in prefill."""
         return 4 * spec.head_dim / self.measured.attention_gflop_s + (1 + _passes(spec)) * self.measured.score_ns
 
     def _cached_ns(self, spec: ModelSpec) -> float:
-        """Of each byte of keys and values that single tokens attend over, in float32."""
+        """Nanoseconds per byte of float32 keys and values that decoded tokens attend to."""
         reads = 1 + spec.heads // spec.kv_heads if spec.sinks else 1
         scores = spec.heads / (2 * 4 * spec.kv_size)
         return reads / self.measured.cached_gb_s + scores * _passes(spec) * self.measured.score_ns
 
     def products_seconds(self, spec: ModelSpec, step: Step) -> float:
-        """Of the step's products alone."""
+        """Seconds of the step's products alone."""
         routed_ns, in_experts = 0.0, 0
         if spec.experts is not None:
             layers, met = sum(map(spec.is_routed, range(spec.layers))), experts_met(spec, step.tokens)
@@ -86,16 +86,16 @@ class CpuStepRates:
         return 1e-9 * (dense_ns + routed_ns + head_ns)
 
     def reading_seconds(self, spec: ModelSpec) -> float:
-        """Of weights that are read once: products of one row."""
+        """Seconds of reading all weights once: products of one row."""
         return self.products_seconds(spec, Step(tokens=1, answers=1, pairs=0, cache_bytes=0))
 
 
 def _moved_elements(spec: ModelSpec) -> int:
-    """Numbers of a token that a layer reads and writes beside products and attention."""
+    """Numbers per token that a layer reads and writes outside products and attention."""
     more_norms = (spec.norms_per_layer - 2) * spec.hidden_size + (spec.query_size + spec.kv_size) * spec.qk_norm
     return moved_elements(spec) + NORM_ELEMENTS * more_norms
 
 
 def _passes(spec: ModelSpec) -> int:
-    """Over all scores, beside the softmax."""
+    """Passes over all scores besides the softmax."""
     return SOFTCAP_PASSES * (spec.attention_softcap is not None) + SINK_PASSES * spec.sinks

@@ -1,15 +1,15 @@
 """A served model over several cards: how many cards hold one copy, how many copies there are, and what each card holds.
 
-A copy takes as few cards as hold it with its requests: tensor ranks inside a node first, then pipeline stages (over
-nodes too), and what is left serves further copies. Where nothing holds that many requests, the split with most of them
-a card is taken. Bytes of one card, with t tensor ranks and p stages:
+A copy takes the fewest cards that hold it with its requests: tensor ranks inside a node first, then pipeline stages
+(over nodes too); the remaining cards serve further copies. If no split holds that many requests, the one with most
+requests per card is taken. Bytes of one card, with t tensor ranks and p stages:
 
     weights   (layers · ⌈L/p⌉/L + embedding or head) / t
     cache     requests · length · bytes a token · ⌈L/p⌉/L / min(t, key/value heads)
-    work      a piece of a prompt through one layer / t, and the logits of all requests
+    work      (one prefill chunk through one layer + the logits of all requests) / t
 
-and they fit where their sum is at most `share` of the card. Limits: stages are equal in layers; a layer's working set
-is divided by t though its residual stream is not.
+and they fit where their sum is at most SHARE of the card. Limits: all stages are assumed to have ⌈L/p⌉ layers; a
+layer's working set is divided by t though its residual stream is not.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from tightfit.models.spec import ModelSpec
 ELEMENT_BYTES = 2
 WIDE = 4
 SHARE = 0.9
-"""Of a card's memory that a server takes; engines have the same default."""
+"""Share of a card's memory that a server may use; engines such as vLLM have the same default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Deployment:
     length: int
     """Tokens of a request, prompt and answer."""
     requests: int
-    """At a time, on each copy."""
+    """Concurrent requests on each copy."""
     tensor: int = 1
     pipeline: int = 1
     replicas: int = 1
@@ -48,7 +48,7 @@ class Deployment:
 
     @property
     def cards(self) -> int:
-        """Of one copy."""
+        """Cards of one copy."""
         return self.tensor * self.pipeline
 
     @property
@@ -63,7 +63,7 @@ class Deployment:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the stage that holds most, on one card."""
+        """Weights on one card of the largest stage."""
         spec = self.spec
         both_ends = spec.vocabulary_params + spec.head_params
         ends = spec.vocabulary_params if self.pipeline > 1 else both_ends
@@ -77,7 +77,7 @@ class Deployment:
 
     @property
     def work_bytes(self) -> int:
-        """A piece of a prompt through a layer, logits of all requests, workspace and the CUDA context."""
+        """A prefill chunk through one layer, logits of all requests, workspace and the CUDA context."""
         prompt = LocalShape(self.spec, rows=1, length=min(PREFILL_TOKENS, self.length), element_bytes=ELEMENT_BYTES)
         layer = layer_cost(prompt, self.spec.layers - 1).forward_working
         logits = WIDE * self.spec.vocab_size * self.requests
@@ -92,17 +92,17 @@ class Deployment:
 
     @property
     def peak_bytes(self) -> int:
-        """What one card has to have."""
+        """Bytes that one card needs."""
         return self.weight_bytes + self.work_bytes + self.requests * self.request_bytes
 
     @property
     def room_bytes(self) -> int:
-        """What a server takes of one card."""
+        """Bytes of one card that a server may use."""
         return int(SHARE * self.machine.accelerator.memory_bytes)
 
     @property
     def fits(self) -> bool:
-        """Whether it has that."""
+        """Whether one card's share of the copy fits into `room_bytes`."""
         return self.peak_bytes <= self.room_bytes
 
     def describe(self) -> str:
@@ -125,9 +125,9 @@ def make_deployment(
     replicas: int | None = None,
     cache: CacheFormat = "model",
 ) -> Deployment:
-    """The deployment of `model`: splits that are given are kept, others are the smallest that fit.
+    """The deployment of `model`: given splits are kept, the others are the smallest that fit.
 
-    Fewer requests at a time are taken where `requests` do not fit a card beside the weights.
+    If `requests` do not fit on a card beside the weights, as many as fit are taken.
     """
     wanted = min(4096, spec.max_positions) if length is None else length
     if not 2 <= wanted <= spec.max_positions:
@@ -147,7 +147,7 @@ def make_deployment(
 
 
 def _splits(asked: Deployment, tensor: int | None, pipeline: int | None) -> Iterator[Deployment]:
-    """Ways to spread one copy: without stages first, then those with fewest cards."""
+    """Ways to split one copy, in the order in which they are tried: without stages first, then by number of cards."""
     machine = asked.machine
     for number, most, name, of in (
         (tensor, machine.per_node, "tensor", "cards in a node"),
@@ -167,7 +167,7 @@ def _splits(asked: Deployment, tensor: int | None, pipeline: int | None) -> Iter
 
 
 def _with_fewer_requests(asked: Deployment) -> Deployment:
-    """As many requests at a time as fit beside the weights, at least one."""
+    """The same with as many concurrent requests as fit beside the weights, at least one."""
     while asked.requests > 1 and not asked.fits:
         asked = replace(asked, requests=max(1, asked.requests * 3 // 4))
     return asked

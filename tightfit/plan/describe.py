@@ -1,4 +1,4 @@
-"""Layouts and levers in words: only what differs from doing nothing."""
+"""Layouts and levers in words: only what differs from the defaults."""
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import describe_levers as describe_levers
@@ -42,12 +42,12 @@ def describe_mesh(layout: Layout) -> str:
 
 
 def _mesh(layout: Layout) -> str:
-    """How tensor ranks stand, where it is not in a line."""
+    """The tensor mesh in words; empty for a line."""
     return "" if layout.tensor_mesh == "1d" else f" {describe_mesh(layout)}"
 
 
 def _ring(layout: Layout) -> str:
-    """How context ranks meet: ` (heads)`, ` (ring)` or, both, ` (ring of 2)`."""
+    """How context ranks communicate: ` (heads)`, ` (ring)` or, with both, ` (ring of 2)`."""
     if layout.ring == 1:
         return " (heads)"
     return " (ring)" if layout.ring == layout.context else f" (ring of {layout.ring})"

@@ -1,8 +1,8 @@
 """Host memory is budgeted like the card's: a run that would need more than is free is refused before it starts.
 
-What a run keeps there is known from its levers: optimizer states, master weights, weights and checkpoints; what saving
-copies, from its layout. All ranks of a node share it, so everything is counted per node. Pinned pages cannot be
-swapped, so a host that is short of them does not slow down but kills. Some is left to everything else.
+Bytes that a run keeps in host memory (optimizer states, masters, weights, checkpoints) follow from its levers, and
+those that saving copies from its layout. All ranks of a node share its memory, so everything is counted per node.
+Pinned pages cannot be swapped: a host that runs short does not slow down, it kills processes. LEFT_BYTES stay free.
 """
 
 from tightfit.errors import UserError
@@ -14,13 +14,13 @@ from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.training import host_parts, peaks
 
 LEFT_BYTES = 2 * 2**30
-"""What the trainer itself (its libraries, batches) and the system are left."""
+"""Host memory left to the trainer itself (libraries, batches) and the system."""
 GATHERED = Layout(micro_batch=1)
-"""A model gathered is that of one rank."""
+"""The layout for counting a gathered checkpoint: as much as a run on one rank saves."""
 
 
 def usable_host_bytes() -> int | None:
-    """What levers may fill of the host's memory."""
+    """Bytes of host memory that levers may fill; None where unknown."""
     free = free_host_bytes()
     return None if free is None else max(0, free - LEFT_BYTES)
 
@@ -28,7 +28,8 @@ def usable_host_bytes() -> int | None:
 def refuse_host_shortage(
     workload: Workload, layout: Layout, levers: Levers, ranks_here: int = 1, room_bytes: int | None = None
 ) -> None:
-    """A sentence where the `ranks_here` of this node would keep more on the host than `room_bytes`, or than is free."""
+    """Raise a UserError if the `ranks_here` of this node would keep more on the host than `room_bytes`, or than is
+    free."""
     states, checkpoints = (ranks_here * part for part in host_parts(workload, layout, levers))
     room = usable_host_bytes() if room_bytes is None else room_bytes
     if not states + checkpoints or room is None or states + checkpoints <= room:
@@ -43,7 +44,7 @@ def refuse_host_shortage(
 def refuse_saving_shortage(
     workload: Workload, layout: Layout, levers: Levers, *, sharded: bool, ranks_here: int = 1
 ) -> None:
-    """A sentence where writing a checkpoint would take more host memory of this node than is left."""
+    """Raise a UserError if writing a checkpoint would take more host memory of this node than is left."""
     room = usable_host_bytes()
     copies = saving_bytes(workload, layout, levers, sharded=sharded, ranks_here=ranks_here)
     kept = ranks_here * sum(host_parts(workload, layout, levers))
@@ -58,14 +59,14 @@ def refuse_saving_shortage(
 
 
 def saving_bytes(workload: Workload, layout: Layout, levers: Levers, *, sharded: bool, ranks_here: int) -> int:
-    """What copies a node's ranks make to write a checkpoint; where the first one gathers it, the whole on its node."""
+    """Bytes that a node's ranks copy to write a checkpoint; if not `sharded`, the whole one, gathered by rank 0."""
     if layout.ranks > 1 and not sharded:
         return peaks(workload, GATHERED, Levers(optimizer_states=levers.optimizer_states)).saved_bytes
     return writers_of_node(layout, ranks_here) * peaks(workload, layout, levers).saved_bytes
 
 
 def _advice(levers: Levers, states: int, checkpoints: int, room: int, ranks_here: int) -> str:
-    """The lever to change: the checkpoints where leaving them is enough, else the states."""
+    """The lever to change: fewer checkpoints on the host if that is enough, else smaller or fewer states."""
     if checkpoints and states <= room:
         return f"set levers.checkpoint_host_bytes to {(room - states) // ranks_here} or less"
     if levers.optimizer_states in ("auto", "fp32"):

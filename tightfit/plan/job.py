@@ -1,8 +1,8 @@
 """A plan as the job that runs it: the plan's own fields, then the user's overrides, then the schema of a job.
 
-A plan made from a model's name knows neither data nor output nor, often, how long to train; these are the user's to add
-with `-o`, and each one that is missing is one sentence. Other fields can be overridden too, but a prediction holds only
-for what was planned: `overridden` names the first planned field that a job does not follow.
+A plan made from a model's name has no data, no output and often no number of steps; the user adds them with `-o`, and
+an error names those that are missing. Other fields can be overridden too, but the prediction then no longer holds:
+`overridden` names the first planned field from which a job differs.
 """
 
 import json
@@ -19,11 +19,12 @@ from tightfit.plan.plan import Plan
 
 PLAN_SUFFIX = ".json"
 NEEDED = {"data.train": "FILES", "output": "DIRECTORY", "steps": "COUNT"}
-"""What a plan may leave open, and what an override gives for it."""
+"""Fields that a plan may leave open, with a placeholder for the value in the error's advice."""
 
 
 def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = (), *, steps: int | None = None) -> Job:
-    """The job that runs `plan`, which was read from `source`; of `steps` where nobody says how many."""
+    """The job that runs `plan`, which was read from `source`; `steps` is the default where neither plan nor overrides
+    say how many."""
     fields = plan.job_fields()
     given = {override.partition("=")[0].strip() for override in overrides}
     known = {
@@ -42,7 +43,8 @@ def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = (), *, steps
 def read_job(path: Path, overrides: Sequence[str] = (), *, steps: int | None = None) -> tuple[Job, Plan | None]:
     """The job at `path` (a job file, the directory of a run, or a plan) and, where it is one, the plan.
 
-    Files it names are looked up from here and beside `path`; a run's output is the directory it is in now.
+    Relative names of files are looked up from the working directory, then beside `path`; a run's output is the
+    directory it is in now.
     """
     if path.suffix.lower() == PLAN_SUFFIX and not path.is_dir():
         plan = Plan.load(path)
@@ -54,7 +56,7 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, steps: int | None = N
 
 
 def overridden(plan: Plan, job: Job) -> str | None:
-    """The first planned field that `job` does not follow, as `layout.zero is 0 and was planned as 3`."""
+    """The first planned field from which `job` differs, as `layout.zero is 0 and was planned as 3`; None: none."""
     workload = plan.workload
     pairs = [
         ("global_batch", job.global_batch, workload.global_batch),

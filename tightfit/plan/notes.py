@@ -1,4 +1,4 @@
-"""Notes: what a user should know of a plan beside its numbers, a sentence each."""
+"""Notes: what a user should know about a plan besides its numbers, one sentence each."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +26,7 @@ FEWEST_MESH_RANKS = 4
 
 
 def notes_on(plan: Plan, positions: int | None) -> Iterator[str]:
-    """Every note there is on `plan`; `positions` are those of the model as it is, where they are known."""
+    """All notes on `plan`; `positions` are those of the model as published, None where unknown."""
     yield from _on_the_batch(plan, positions)
     yield from _on_memory(plan)
     if plan.layout.has_two_versions:
@@ -39,7 +39,7 @@ def notes_on(plan: Plan, positions: int | None) -> Iterator[str]:
 
 
 def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
-    """What the batch, its rows and the engine are, and the nodes they are spread over."""
+    """Notes on the batch, the length of its rows, the engine, and the network between nodes."""
     workload, machine = plan.workload, plan.machine
     if sentence := warning(workload.tokens, machine.ranks):
         yield sentence
@@ -63,7 +63,7 @@ def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
 
 
 def _on_memory(plan: Plan) -> Iterator[str]:
-    """What of the host is used, and how little of the card is left."""
+    """Notes on host memory, and on a card with little room left."""
     room_bytes = plan.machine.accelerator.memory_bytes
     if plan.training_host_bytes > 2**30 and plan.machine.host_bytes is None:
         used = plan.training_host_bytes / 2**30
@@ -78,8 +78,7 @@ def _on_memory(plan: Plan) -> Iterator[str]:
 
 
 def _on_the_card(machine: Machine, workload: Workload) -> Iterator[str]:
-    """Whose rates the times are made of, where they are not the measured card's, and what was never run on such cards
-    or on several."""
+    """Notes on the source of the card's rates, and on what was never tested: other vendors' cards, several GPUs."""
     card, calibration = machine.accelerator, machine.calibration
     if calibration is not None:
         yield f"times use what `tightfit calibrate` measured on this machine on {calibration.date}"
@@ -101,7 +100,7 @@ def _on_the_card(machine: Machine, workload: Workload) -> Iterator[str]:
 
 
 def mesh_note(plan: Plan) -> str | None:
-    """What tensor ranks wait a step, and the least they would if they stood otherwise; None with nothing to compare."""
+    """Seconds of tensor ranks' collectives per step, against those of the best other mesh; None without another."""
     if plan.layout.tensor < FEWEST_MESH_RANKS or plan.workload.engine_name != "tightfit":
         return None
     costs = Costs(plan.workload, plan.machine)
@@ -119,7 +118,8 @@ def mesh_note(plan: Plan) -> str | None:
 
 
 def _other_meshes(plan: Plan) -> Iterator[Layout]:
-    """The plan's tensor ranks in a line, or on every mesh that the rules allow and the card holds."""
+    """The plan's layout with its tensor ranks in a line or on other meshes, if the rules allow it and the card has
+    room."""
     for kind in ("1d", "2d", "2.5d", "3d"):
         for depth in range(2, plan.layout.tensor + 1) if kind == "2.5d" else (1,):
             layout = plan.layout.model_copy(update={"tensor_mesh": kind, "tensor_depth": depth})
@@ -133,7 +133,8 @@ def _fits(plan: Plan, layout: Layout) -> bool:
 
 
 def one_gpu_note(plan: Plan) -> str | None:
-    """Of models so small that several GPUs wait for their hosts; None where they do not."""
+    """A note if one GPU with CUDA graphs would be faster than the plan's several, whose hosts launch kernels one by
+    one; else None."""
     if plan.layout.ranks == 1 or plan.workload.engine_name != "tightfit":
         return None
     one = replace(plan.machine, nodes=1, per_node=1)
@@ -150,7 +151,7 @@ def one_gpu_note(plan: Plan) -> str | None:
 
 
 def _captured_s(plan: Plan, costs: Costs, layout: Layout) -> float | None:
-    """Seconds of the plan's step on one card; None where it is no graph or does not fit, with these levers."""
+    """Seconds of the plan's step on one card as a CUDA graph; None if it cannot be captured or does not fit."""
     try:
         captured = costs.of(layout).is_captured(plan.levers)
         fits = _fits(plan, layout)

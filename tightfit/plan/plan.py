@@ -1,4 +1,4 @@
-"""Plan: a job on a machine, how it is spread, what it saves on, and what that is predicted to take.
+"""Plan: a workload on a machine with the chosen layout and levers, and their predicted memory and time.
 
 Saved as one JSON file that needs nothing else: the model's shape is in it. `Plan.load` reads it back, and `job_fields`
 are the fields of a job file that runs exactly this plan (data and output are the user's to add where the plan was made
@@ -52,17 +52,17 @@ class Plan:
 
     @property
     def missing_gpu_bytes(self) -> int:
-        """What the card is short of; negative where there is room."""
+        """Bytes that a card lacks; negative where there is room."""
         return self.gpu_peak_bytes - self.machine.accelerator.memory_bytes
 
     @property
     def missing_host_bytes(self) -> int:
-        """What a node's host is short of; 0 where its size is not known, negative where there is room."""
+        """Bytes that a node's host lacks; 0 where its size is not known, negative where there is room."""
         return 0 if self.machine.host_bytes is None else self.host_peak_bytes - self.machine.host_bytes
 
     @property
     def training_host_bytes(self) -> int:
-        """Of a node, while it trains."""
+        """Host bytes of a node between checkpoints."""
         return self.host_peak_bytes - self.saving_bytes
 
     @property
@@ -83,14 +83,14 @@ class Plan:
         return flops * self.tokens_per_second / peak_flop_s(self.workload.precision, self.machine)
 
     def confirmed(self, simulated: Ledger) -> dict[str, Any]:
-        """What a simulation of the plan says, as plain data; it knows the allocator but not the driver's context."""
+        """A simulation's result as plain data: it replays the allocator but has no CUDA context, which is added."""
         has_context = any(line.component == "cuda context" for line in simulated.lines)
         peak_bytes = simulated.peak_bytes() + (0 if has_context else DEFAULT.context_bytes)
         fits = peak_bytes <= self.machine.accelerator.memory_bytes
         return {"fits": fits, "gpu_peak_bytes": peak_bytes, "ledger": simulated.to_json()}
 
     def job_fields(self) -> dict[str, Any]:
-        """What a job file says that runs this plan."""
+        """The fields of a job file that runs this plan."""
         steps = {"steps": self.steps} if self.steps else {}
         decided: dict[str, Any] = {
             "model": self.job.get("model", {"source": self.model}),
@@ -131,13 +131,13 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
-        """What `save` wrote; anything else is one sentence."""
+        """The plan that `save` wrote; a UserError for any other file."""
         remedy = "make a plan with `tightfit plan --save`"
         return cls.from_json(read_json(path, LARGEST_RECORD_BYTES, "a plan", remedy=remedy), str(path))
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> "Plan":
-        """What `to_json` made; an error names `where` it came from."""
+        """The plan from `to_json`'s data; an error names `where` the data came from."""
         try:
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r} instead of {FORMAT}")
@@ -163,7 +163,7 @@ class Plan:
 
 
 def refuse_overwriting(path: Path) -> None:
-    """A sentence where `path` is something that is not a plan, or in a directory that is not there."""
+    """Raise a UserError if `path` exists and is not a plan, or its directory does not exist."""
     if not path.parent.is_dir():
         raise UserError(
             f"cannot write plan {path}: there is no directory {path.parent}; make it, or choose another place"

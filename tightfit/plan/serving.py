@@ -1,9 +1,9 @@
-"""Serving: does a model fit one card at a quantization, with the requests it shall answer, and how fast at best.
+"""Serving: does a model fit one card at a quantization with a number of concurrent requests, and how fast at best.
 
-Reading speed bounds decoding: every token needs all (active) weights and the request's keys and values once, so one
-stream cannot be faster than bandwidth divided by their bytes. Prompts are bound by matrix products (2 FLOPs a weight of
-the layers and token; attention comes on top). Both are limits at the measured shares of the card's rates; beside them
-stand predictions of our engine (serving_time.py). More cards serve a copy each.
+Decoding is bound by memory bandwidth: every token reads all (active) weights and the request's keys and values once, so
+one stream cannot be faster than bandwidth / bytes. Prefill is bound by matrix products (2 FLOPs per layer weight and
+token, attention besides). Both are limits at the measured shares of the card's rates; predictions for our engine are
+given beside them (serving_time.py). With several cards, each serves a copy.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ CODED = {
     "int4": Scheme(bits=4, group=128, symmetric=False),
     "fp8": Scheme(kind="fp8", bits=8, group=0),
 }
-"""What `tightfit compress` makes of a dense model's layers by these names; embedding and head stay in 16 bits."""
+"""Formats of `tightfit compress` for a dense model's layers; embedding and head stay in 16 bits."""
 
 CPU_ELEMENT_BYTES = FLOAT32_BYTES
 
@@ -44,7 +44,7 @@ CPU_ELEMENT_BYTES = FLOAT32_BYTES
 class Serving:
     """One model on one card, `requests` at a time with `length` tokens each.
 
-    Weights are in `form`, or where they are `compressed` as their files have them.
+    Weights are in `form` or, if `compressed`, in the format of their files.
     """
 
     model: str
@@ -58,7 +58,7 @@ class Serving:
 
     @property
     def ledger(self) -> Ledger:
-        """What the card holds."""
+        """The predicted ledger of the card."""
         if isinstance(rates := self.rates, CpuStepRates):
             return self._cpu_ledger(rates)
         small = self.compressed
@@ -73,7 +73,7 @@ class Serving:
         )
 
     def _cpu_ledger(self, rates: CpuStepRates) -> Ledger:
-        """What an engine on a CPU holds: float32, but for the codes that it multiplies by; copies in 16 bits."""
+        """The ledger of an engine on a CPU: float32 weights, or codes if it multiplies by them, and 16-bit copies."""
         small, by_codes = self.compressed, rates.layers_as == "int4"
         copied = (self.spec.vocabulary_params if rates.head_as == "fp16" else 0) + (
             layer_params(self.spec) if rates.layers_as == "fp16" else 0
@@ -92,27 +92,27 @@ class Serving:
 
     @property
     def weights_name(self) -> str:
-        """What weights are in."""
+        """The name of the weights' format."""
         return self.form if self.compressed is None else self.compressed.description
 
     @property
     def weight_bytes(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return weight_bytes(self.spec, self.form) if self.compressed is None else self.compressed.total_bytes
 
     @property
     def gpu_peak_bytes(self) -> int:
-        """The most the card has to have."""
+        """Bytes that the card needs at the peak."""
         return self.ledger.peak_bytes()
 
     @property
     def fits(self) -> bool:
-        """Whether it has that."""
+        """Whether the peak fits on the card."""
         return self.gpu_peak_bytes <= self.machine.accelerator.memory_bytes
 
     @property
     def token_seconds(self) -> float:
-        """At least, from one token of every request to the next."""
+        """Lower bound of the seconds of a decode step: one token for every request."""
         if isinstance(rates := self.rates, CpuStepRates):
             return rates.reading_seconds(self.spec) + self._cache_bytes / rates.bytes_per_second
         read_bytes = self.weight_bytes * self._active_share + self._cache_bytes
@@ -120,12 +120,12 @@ class Serving:
 
     @property
     def tokens_per_second(self) -> float:
-        """At most, over all requests of one card."""
+        """Upper bound of decoded tokens a second, over all requests of one card."""
         return self.requests / self.token_seconds
 
     @property
     def first_token_seconds(self) -> float:
-        """At least, after a prompt of `length` tokens that is alone on the card."""
+        """Lower bound of the seconds to the first token, after a prompt of `length` tokens with no other request."""
         flops = 2 * layer_params(self.spec) * self.length
         if isinstance(rates := self.rates, CpuStepRates):
             return flops / rates.product_flops
@@ -134,25 +134,25 @@ class Serving:
 
     @property
     def _product_tflop_s(self) -> float:
-        """Peak of the fastest products that the weights can have: of bytes where inputs are rounded to them."""
+        """Peak of the fastest products for these weights: of 8-bit numbers if activations are quantized too."""
         rates, scheme = self.machine.accelerator.rates, self._scheme
         narrow = () if scheme is None or scheme.activations is None else (rates.fp8, rates.int8)
         return max(rate for rate in (rates.bf16, rates.fp16, rates.fp32, *narrow) if rate is not None)
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """Of our engine, over all requests of one card with prompts behind them, each over `length` positions."""
+        """Predicted tokens a second of our engine in decode, over all requests of one card at `length` positions."""
         step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=self._cache_bytes)
         return self.requests / self.rates.step_seconds(self.spec, self.read_bytes, step)
 
     @property
     def predicted_first_token_seconds(self) -> float:
-        """Of our engine, after a prompt of `length` tokens that is alone on the card."""
+        """Predicted seconds of our engine to the first token of a prompt of `length` tokens, with no other request."""
         return prompt_seconds(self.spec, self.rates, replace(self, requests=1).read_bytes, self.length)
 
     @property
     def rates(self) -> ServingRates:
-        """What the card is known, or taken, to do a second."""
+        """The measured or assumed rates of the card."""
         if self.machine.is_cpu:
             return self._cpu_rates
         peak = self._product_tflop_s * 1e12
@@ -165,9 +165,9 @@ class Serving:
 
     @property
     def _cpu_rates(self) -> CpuStepRates:
-        """What was measured of this CPU, for weights as an engine reads them: codes of 4 bits as they are, float32 that
-        16 bits do not hold as it is, all others from a copy in 16 bits, where the CPU has such products and layers are
-        joined."""
+        """The measured rates of this CPU, with the formats in which an engine reads weights: 4-bit codes packed,
+        float32 as it is, others from a 16-bit copy; each only if the CPU has such products, and copies only for joined
+        layers."""
         measured = None if self.machine.calibration is None else self.machine.calibration.serving
         if measured is None:
             raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
@@ -178,7 +178,7 @@ class Serving:
 
     @property
     def _has_4_bit_codes(self) -> bool:
-        """Whether weights are the integers that a CPU may multiply by as they are (kernels/int4_linear.py)."""
+        """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/int4_linear.py)."""
         scheme = self._scheme
         return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 
@@ -190,19 +190,19 @@ class Serving:
 
     @property
     def _scheme(self) -> Scheme | None:
-        """How weights are coded; None where they are plain."""
+        """The weights' quantization scheme; None where they are plain."""
         if self.compressed is not None:
             return self.compressed.scheme
         return None if self.form in PLAIN else Scheme(bits=8 if self.form == "q8_0" else 4)
 
     @property
     def _active_share(self) -> float:
-        """Of the weights, what a step reads: of experts one token's where that is alone."""
+        """Share of the weights that a step reads: with one request only the experts of one token."""
         return self.spec.params(active=True) / self.spec.params() if self.requests == 1 else 1.0
 
     @property
     def read_bytes(self) -> float:
-        """Weights that a step reads: all but an embedding of its own."""
+        """Bytes of weights that a step reads: all but an untied embedding."""
         spec = self.spec
         embedding = 0 if spec.tied else spec.vocabulary_params
         embedding_bytes = embedding * (self.weight_bytes / spec.params() if self.compressed is None else 2)
@@ -210,13 +210,13 @@ class Serving:
 
     @property
     def most_requests(self) -> int:
-        """How many such requests the card has room for at a time."""
-        logits_bytes = FLOAT32_BYTES * self.spec.vocab_size  # of each: the least it takes
+        """The most concurrent requests of `length` tokens that fit on the card."""
+        logits_bytes = FLOAT32_BYTES * self.spec.vocab_size  # per request: a lower bound, which limits the bisection
         counts = range(1, self.machine.accelerator.memory_bytes // logits_bytes + 2)
         return bisect_left(counts, True, key=lambda count: not replace(self, requests=count).fits)
 
     def changes(self) -> list[str]:
-        """What would fit, the smallest step of each kind."""
+        """Changes with which the model would fit, the smallest step of each kind."""
         found = []
         smaller = SMALLER[SMALLER.index(self.form) + 1 :] if self.form in SMALLER else SMALLER
         smaller = smaller if self.compressed is None else ()
@@ -233,7 +233,7 @@ class Serving:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """One object."""
+        """As plain data."""
         return {
             "model": self.model,
             "machine": self.machine.to_json(),
@@ -274,7 +274,7 @@ def make_serving(
     cache: CacheFormat = "model",
     compressed: HeldWeights | None = None,
 ) -> Serving:
-    """The question as the user put it, checked; `compressed` weights are taken as they are."""
+    """A Serving from the user's options, checked; `compressed` weights keep their format."""
     if form in CODED:
         form, compressed = "bf16", _coded(form, spec)
     if form not in FORMATS:
@@ -294,5 +294,5 @@ def make_serving(
         cache=cache,
         compressed=compressed,
     )
-    _ = serving.rates  # which a CPU that was not measured has not
+    _ = serving.rates  # raises for a CPU whose rates were not measured
     return serving

@@ -1,4 +1,4 @@
-"""One step of serving, and what of a model it multiplies by and moves: what devices' times are counted from."""
+"""One step of serving, and the counts of weights and elements from which its time on a device is predicted."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from tightfit.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One forward pass: `tokens` in all, of which `answers` are asked for the next one."""
+    """One forward pass over `tokens` tokens of prefill and decode; `answers` sequences sample their next token."""
 
     tokens: int
     answers: int
     pairs: float
-    """Of a query and a key that it sees, within prompts of the step."""
+    """Pairs of a query and a visible key, in prefill."""
     cache_bytes: float
-    """Keys and values that are read."""
+    """Keys and values read from the cache."""
 
 
 def layer_params(spec: ModelSpec) -> int:
@@ -23,7 +23,7 @@ def layer_params(spec: ModelSpec) -> int:
 
 
 def moved_elements(spec: ModelSpec) -> int:
-    """Numbers of a token that a layer's norms, rotary positions and activations read and write."""
+    """Numbers per token that a layer's norms, rope and activations read and write."""
     return 10 * spec.hidden_size + 2 * spec.query_size + 4 * spec.kv_size + 4 * spec.mlp_size
 
 
@@ -33,7 +33,7 @@ def expert_params(spec: ModelSpec) -> int:
 
 
 def experts_met(spec: ModelSpec, tokens: int) -> float:
-    """Experts of a routed layer that so many tokens go to, if all are as likely: E (1 − (1 − k/E)ᵀ)."""
+    """Expected experts of a routed layer that T tokens are routed to, if all are equally likely: E (1 − (1 − k/E)ᵀ)."""
     assert spec.experts is not None
     count = spec.experts.count
     return count * (1 - (1 - spec.experts.per_token / count) ** tokens)

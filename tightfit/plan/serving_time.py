@@ -6,15 +6,15 @@
     traffic     tokens · layers · 2 bytes · (10 hidden + 2 query + 4 key + 4 inner) / rate of reading
     launches    layers · time of a layer's launches
 
-A product reads weights while it multiplies: three fifths of the shorter of reading weights and products are hidden. A
-prompt's first token also waits for the host once. Packed weights are read at a smaller share of the rate, multiplied at
-a smaller one by more than a few tokens, and by many once they were expanded:
+A product reads weights while it multiplies: HIDDEN_SHARE of the shorter of reading and products is hidden. A prompt's
+first token also waits for the host once. Kernels for packed weights read them at a smaller share of the rate, and
+multiply at a smaller share for more than a few tokens; for many tokens the weights are dequantized first:
 
     expanding   (codes + 2 bytes · weights of the layers) / rate of reading
 
 Rates are the measured shares of a card's peaks (hardware/efficiency.py); the constants below were fitted to the rows of
-an H200 in benchmarks/results/serve_speed.csv, of which docs/serving.md has all. Other cards are assumed to be alike. A
-CPU's time has other parts (cpu_serving_time.py).
+an H200 in benchmarks/results/serve_speed.csv, which docs/serving.md lists. Other cards are assumed to be alike. A CPU's
+time has other parts (cpu_serving_time.py).
 """
 
 import math
@@ -27,40 +27,40 @@ from tightfit.plan.serving_step import Step, layer_params, moved_elements
 
 HIDDEN_SHARE = 0.6
 LAYER_LAUNCH_S = 22e-6
-"""What a layer's kernels take to begin and end, where a step has several tokens."""
+"""Seconds per layer of kernels' starts and ends, in a step of several tokens."""
 LAYER_LAUNCH_ONE_S = 10e-6
-"""The same where it has one, for which kernels are fewer and begin while those before them end."""
+"""The same for one token: fewer kernels, whose starts overlap with the ends of those before."""
 FIRST_TOKEN_HOST_S = 0.25e-3
 ELEMENT_BYTES = 2
 FEW_TOKENS = 16
-"""Up to which codes are multiplied as fast as they are read: kernels/packed_rows.py."""
+"""Most tokens for which products with packed weights are as fast as reading them: kernels/packed_rows.py."""
 SOME_TOKENS = 128
-"""Up to which integers are multiplied as they are: kernels/quantized_linear.py."""
+"""Most tokens for which kernels read integer codes; for more, weights are dequantized: kernels/quantized_linear.py."""
 SOME_TOKENS_FP8 = 128
-"""The same of 8-bit floats: kernels/fp8_rows.py."""
+"""The same for fp8 codes: kernels/fp8_rows.py."""
 PACKED_PRODUCTS_SHARE = 0.36
-"""Of the rate of products, at which codes are multiplied by more than a few tokens."""
+"""Share of the usual rate of products that kernels on packed weights reach for more than FEW_TOKENS."""
 MULTIPLIED_BITS = (2, 4, 8)
-"""Integers whose codes are multiplied as they are; others are always expanded."""
+"""Widths of integers that kernels read packed; weights of other widths are always dequantized."""
 FEW_TOKENS, MOST_OUTLIER_BITS = 16, 4
-"""Up to which, and in how many bits, weights with outliers are read as they are: kernels/spqr_linear.py."""
+"""Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/spqr_linear.py."""
 
 OUTLIERS_READ_SHARE = 0.16  # one row × 4096 × 14336 in 3 bits takes 46 µs on an H200
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedProducts:
-    """How a step multiplies by packed weights."""
+    """Speed of the kernels on packed weights."""
 
     read_share: float
-    """Of the rate of reading, at which codes are read."""
+    """Share of the usual read bandwidth at which codes are read."""
     most_tokens: float
-    """Up to which codes are multiplied as they are; weights are expanded for more."""
+    """Most tokens for which kernels read packed weights; for more, weights are dequantized first."""
     product_share: float = PACKED_PRODUCTS_SHARE
 
     @classmethod
     def of(cls, scheme: Scheme) -> "PackedProducts":
-        """By what our engine does with such weights."""
+        """The speeds of our engine's kernels for weights in `scheme`."""
         read_share = 0.78 if scheme.bits <= 4 else 0.93  # 8B in one stream: 552 tokens/s in int4, 411 in fp8
         if scheme.activations is not None:
             return cls(read_share=read_share, most_tokens=math.inf, product_share=1.0)
@@ -74,7 +74,7 @@ class PackedProducts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRates:
-    """What a device does a second, and what a step waits for besides."""
+    """Rates of a device, and the fixed seconds of a step's launches."""
 
     bytes_per_second: float
     product_flops: float
@@ -102,7 +102,7 @@ class StepRates:
         )
 
     def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
-        """Seconds of each, of weights as they are multiplied."""
+        """Seconds of reading weights in the form that products read, and seconds of products."""
         packed, head = self.packed, spec.vocabulary_params
         layers_flop, head_flop = 2 * layer_params(spec) * step.tokens, 2 * head * step.answers
         plain = (layers_flop + head_flop) / self.product_flops
@@ -116,7 +116,7 @@ class StepRates:
         return reading, (layers_flop / packed.product_share + head_flop) / self.product_flops
 
     def _expanding(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
-        """Seconds until packed weights are plain, where a step has many tokens."""
+        """Seconds of dequantizing packed weights, in a step of many tokens; else 0."""
         if self.packed is None or step.tokens <= self.packed.most_tokens:
             return 0.0
         return (weight_bytes + self.element_bytes * layer_params(spec)) / self.bytes_per_second
@@ -126,6 +126,6 @@ ServingRates = StepRates | CpuStepRates
 
 
 def prompt_seconds(spec: ModelSpec, rates: ServingRates, weight_bytes: float, tokens: int) -> float:
-    """Predicted seconds from a prompt of `tokens` that is alone to its first token."""
+    """Predicted seconds from a prompt of `tokens` to its first token, with no other request."""
     step = Step(tokens=tokens, answers=1, pairs=tokens**2 / 2, cache_bytes=0)
     return rates.step_seconds(spec, weight_bytes, step) + rates.first_token_s

@@ -11,29 +11,29 @@ class StepTime:
     compute_s: float
     """Forward and backward of all micro-batches."""
     recompute_s: float
-    """Forward again, for what checkpointing and tiling did not keep."""
+    """Forward repeated in backward, by checkpointing."""
     tensor_s: float
-    """Sums over tensor ranks."""
+    """Collectives of tensor ranks."""
     context_s: float
-    """Keys and values that went round the ring of context ranks."""
+    """Exchange of heads and ring of context ranks."""
     expert_s: float
-    """Tokens on their way to experts and back."""
+    """All-to-alls of tokens to experts and back."""
     data_s: float
-    """Gathered weights and reduced gradients of data ranks."""
+    """All-gather of weights and reduction of gradients of data ranks."""
     pipeline_s: float
-    """Activations handed from stage to stage."""
+    """Sends of activations and their gradients between stages."""
     bubble_s: float
     """Waiting for other stages."""
     offload_s: float
     """Copies from and to the host, and the optimizer running there."""
     optimizer_s: float
-    """The update on the GPU, and the adding up of gradients over micro-batches."""
+    """The update on the GPU, and summing gradients over micro-batches."""
     launch_s: float = 0.0
-    """The card waiting for the host, which cannot launch its work as fast."""
+    """The card waiting for the host to launch kernels."""
     straggler_s: float = 0.0
     """Waiting for the slowest of many cards."""
     teacher_s: float = 0.0
-    """The forward pass of the model that is learned from."""
+    """The teacher's forward pass (distillation)."""
 
     @property
     def step_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What does not go with adapters on a frozen model."""
+"""Settings that adapters on a frozen model do not go with."""
 
 from tightfit.jobs.projections import linear_shapes
 from tightfit.jobs.rules.rule import DEEPSPEED_RULES, RUN_RULES, Run, rule
@@ -8,7 +8,7 @@ TRAINED = "adapter.rank trains small matrices on a frozen model"
 
 @rule(RUN_RULES, "adapter.rank", "layout")
 def frozen_weights_are_whole(run: Run) -> str | None:
-    """Every data rank has all of the model; gradients of adapters are summed as DDP does."""
+    """Every data rank has the whole model; gradients of adapters are all-reduced by DDP."""
     if run.adapted is None:
         return None
     if run.layout.zero:
@@ -34,7 +34,7 @@ def adapters_are_updated_after_backward(run: Run) -> str | None:
 
 @rule(RUN_RULES, "adapter.rank", "levers.checkpoint_keep")
 def frozen_products_are_not_kept(run: Run) -> str | None:
-    """A product and what an adapter adds to it are one tensor."""
+    """A product and the adapter's part are summed in one tensor, so the product alone cannot be kept."""
     if run.adapted is not None and run.levers.checkpoint_keep == "matmuls":
         return f"{TRAINED}, whose products are computed again, but levers.checkpoint_keep is matmuls; take attention"
     return None

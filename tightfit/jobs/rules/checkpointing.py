@@ -1,4 +1,4 @@
-"""What recomputed layers do not go with."""
+"""Settings that recomputed layers do not go with."""
 
 from typing import TYPE_CHECKING
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def is_checkpointed(levers: "Levers") -> bool:
-    """Whether any layer may be computed again in backward."""
+    """Whether any layer may be recomputed in backward."""
     return bool(levers.checkpoint_every or levers.num_checkpoints or levers.checkpoint_budget_bytes is not None)
 
 
 def missing_layers(count: int, model_layers: int) -> str | None:
-    """About more layers to recompute than a model has."""
+    """A sentence if more layers are to be recomputed than a model has."""
     if count <= model_layers:
         return None
     return f"levers.num_checkpoints is {count}, but the model has {model_layers} layers; give at most that many"

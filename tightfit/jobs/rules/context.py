@@ -1,4 +1,4 @@
-"""What context ranks do not go with."""
+"""Settings that context ranks do not go with."""
 
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,8 @@ def context_ranks_share_heads(run: Run) -> str | None:
     layout, spec = run.layout, run.spec
     if spec is None or layout.exchanging == 1:
         return None
-    side = layout.tensor_axes[2]  # ranks that share heads
-    if layout.tensor_mesh == "1d" and indivisible(spec, side):  # which tensor.py refuses, as tensor_mesh.py does
+    side = layout.tensor_axes[2]  # tensor ranks that share heads
+    if layout.tensor_mesh == "1d" and indivisible(spec, side):  # refused by tensor.py, and on meshes by tensor_mesh.py
         return None
     if layout.tensor_mesh != "1d" and indivisible_blocks(spec, layout.tensor_mesh, side):
         return None

@@ -1,4 +1,4 @@
-"""What the CUDA graph of a step does not go with: whatever the host decides or copies between its kernels."""
+"""Settings that a step's CUDA graph does not go with: all that make the host decide or copy between kernels."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def uncaptured_because(run: Run) -> str | None:
-    """What keeps the kernels of a step from being captured; None where nothing does."""
+    """The reason why a step cannot be captured as a CUDA graph; None where it can."""
     if run.layout.ranks > 1:
         return f"{run.layout.ranks} ranks, which exchange messages between kernels"
     if name := asking_host(run.levers):
@@ -32,7 +32,7 @@ def what_the_host_does_is_not_captured(run: Run) -> str | None:
 
 
 def may_capture(workload: "Workload", layout: "Layout", levers: "Levers") -> bool:
-    """Whether the step of a workload can be captured, and nobody has asked not to."""
+    """Whether the step of a workload can be captured, and `levers.cuda_graph` does not forbid it."""
     if levers.cuda_graph == "never":
         return False
     has_teacher = workload.teacher is not None

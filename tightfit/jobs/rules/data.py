@@ -1,4 +1,4 @@
-"""What data ranks, and what they split between them, do not go with."""
+"""Settings that data ranks and their ZeRO stages do not go with."""
 
 from typing import TYPE_CHECKING
 

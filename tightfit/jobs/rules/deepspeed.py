@@ -1,4 +1,4 @@
-"""What DeepSpeed does of a job: data ranks under ZeRO-1, 2 and 3 with AdamW in float32, on the host if asked."""
+"""What `engine: deepspeed` supports: data ranks under ZeRO-1, 2 and 3 with AdamW in float32, offloaded if asked."""
 
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ BESIDE_DEEPSPEED = tuple(row.name for row in LEVER_TABLE if row.beside_deepspeed
 
 
 def other_axis(layout: "Layout") -> tuple[str, int] | None:
-    """The first degree beside data ranks that `layout` has."""
+    """Name and degree of the first split of `layout` besides data ranks, or of hybrid sharding; None without."""
     inside = ("shard_inside", layout.shard_inside) if layout.shard_inside else None
     return next(iter(layout.splits.items()), inside)
 

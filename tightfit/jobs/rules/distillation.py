@@ -1,4 +1,4 @@
-"""What does not go with a teacher."""
+"""Settings that a teacher does not go with."""
 
 from tightfit.jobs.lever_table import computes_again
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
@@ -6,7 +6,7 @@ from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 @rule(RUN_RULES, "distill.teacher", "layout")
 def a_student_is_whole(run: Run) -> str | None:
-    """The loss multiplies by whole output projections of both models."""
+    """The distillation loss multiplies by the whole output projections of both models."""
     layout = run.layout
     split = next((name for name in ("zero", "tensor", "pipeline") if getattr(layout, name) > (name != "zero")), None)
     if not run.distills or split is None:

@@ -1,4 +1,4 @@
-"""What expert ranks do not go with."""
+"""Settings that expert ranks do not go with."""
 
 from typing import TYPE_CHECKING
 

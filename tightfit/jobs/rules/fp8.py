@@ -1,9 +1,9 @@
-"""What products in fp8 do not go with."""
+"""Settings that products in fp8 do not go with."""
 
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 FP8_MULTIPLE = 16
-"""Sizes of matrices whose fp8 codes tensor cores multiply; kernels/fp8_quantize.py pads to the same."""
+"""Sizes of fp8 matrices must be multiples of this for tensor cores; kernels/fp8_quantize.py pads to the same."""
 
 
 @rule(RUN_RULES, "levers.matmul", "layout.tensor")

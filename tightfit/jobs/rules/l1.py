@@ -1,4 +1,4 @@
-"""What a decoupled L1 of weights, and keeping zeros among them, do not go with."""
+"""Settings that decoupled L1 and `keep_zeros` do not go with."""
 
 from tightfit.jobs.rules.rule import DEEPSPEED_RULES, RUN_RULES, Run, rule
 

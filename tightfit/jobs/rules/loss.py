@@ -1,4 +1,4 @@
-"""What the plain loss does not go with."""
+"""Settings that the plain loss does not go with."""
 
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 

@@ -1,11 +1,11 @@
-"""What states and weights on the host do not go with."""
+"""Settings that offloaded states and weights do not go with."""
 
 from tightfit.jobs.rules.rule import DEEPSPEED_RULES, RUN_RULES, Run, rule
 
 
 @rule(RUN_RULES, "levers.offload", "levers.checkpoint_every", "layout.zero")
 def offloaded_weights_are_not_remembered_by_autograd(run: Run) -> str | None:
-    """FSDP2 gathers them again for backward itself."""
+    """Streamed weights are freed after a layer's forward, so autograd cannot save them; FSDP2 gathers them again."""
     if run.levers.offload == "weights" and run.levers.checkpoint_every != 1 and not run.layout.zero:
         return (
             f"levers.offload is weights, which needs every layer run again in backward, but levers.checkpoint_every "

@@ -1,4 +1,4 @@
-"""What formats of the optimizer's states, and of its rounding, do not go with."""
+"""Settings that formats of optimizer states, and stochastic rounding, do not go with."""
 
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 from tightfit.jobs.rules.shapes import indivisible, mlp_widths
@@ -27,7 +27,7 @@ def factored_states_need_whole_weights(run: Run) -> str | None:
 
 @rule(RUN_RULES, "levers.optimizer_states", "layout.tensor", "model")
 def states_share_whole_rows(run: Run) -> str | None:
-    """Factored moments are a number per row and column; 8-bit ones share a scale within a row."""
+    """Factored moments are a number per row and column; 8-bit moments have a scale per block within a row."""
     states, tensor = run.levers.optimizer_states, run.layout.tensor
     if tensor == 1:
         return None

@@ -1,4 +1,4 @@
-"""What pipeline ranks and their schedules do not go with."""
+"""Settings that pipeline ranks and their schedules do not go with."""
 
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,7 @@ def schedules_take_equal_rounds(run: Run) -> str | None:
 
 
 def too_few_micro_batches(micro_batches: int, ranks: int) -> str | None:
-    """Why a pipeline of so many ranks cannot go on without a flush with so few micro-batches a step."""
+    """Why a pipeline cannot run without a flush (2bw) if a step has fewer micro-batches than the pipeline ranks."""
     if micro_batches >= ranks:
         return None
     return (
@@ -103,7 +103,7 @@ def too_few_micro_batches(micro_batches: int, ranks: int) -> str | None:
 
 @rule(RUN_RULES, "layout.schedule", "layout.pipeline", "global_batch")
 def two_versions_are_of_two_steps(run: Run) -> str | None:
-    if not run.layout.has_two_versions or run.accumulation == 1:  # one is what is said where it is not known
+    if not run.layout.has_two_versions or run.accumulation == 1:  # 1 is also the default where it is not known
         return None
     return too_few_micro_batches(run.accumulation, run.layout.pipeline)
 

@@ -1,4 +1,4 @@
-"""What does not go with training for rounded weights."""
+"""Settings that quantization-aware training does not go with."""
 
 from tightfit.jobs.lever_table import with_own_products
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
@@ -9,7 +9,7 @@ CUT_WEIGHTS = ("tensor", "pipeline")
 
 @rule(RUN_RULES, "quantize.bits", "layout", "levers")
 def rounded_weights_are_whole(run: Run) -> str | None:
-    """Groups are of whole rows, and some levers have products or weights of their own (jobs/lever_table.py)."""
+    """Quantization groups divide whole rows, and some levers replace products or weights (jobs/lever_table.py)."""
     if run.rounding is None:
         return None
     splits = (("layout", name, degree, 1) for name, degree in run.layout.splits.items() if name in CUT_WEIGHTS)

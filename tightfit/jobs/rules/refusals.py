@@ -1,6 +1,6 @@
-"""Who refuses what: levers and layouts by themselves, and a run that tightfit or DeepSpeed does not do.
+"""Checking rules: of levers or a layout alone, and of a run by tightfit or by DeepSpeed.
 
-Each says the sentence of the first rule that is broken, or None.
+Each function returns the sentence of the first rule that refuses, or None.
 """
 
 from functools import cache
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def refused_levers(levers: "Levers") -> str | None:
-    """In what levers contradict each other, whatever the model and the machine."""
+    """Why the levers contradict each other, whatever the model and the machine."""
     return first_refusal(LEVER_RULES, levers)
 
 
 def refused_layout(layout: "Layout") -> str | None:
-    """In what degrees of a layout contradict each other."""
+    """Why the fields of a layout contradict each other."""
     return first_refusal(LAYOUT_RULES, layout)
 
 
@@ -41,10 +41,10 @@ def refused_by_trainer(run: Run) -> str | None:
 
 @cache
 def run_rules(extras: frozenset[str], *, of_levers: bool = False) -> tuple[Rule[Run], ...]:
-    """Rules that may have something to say of a run with these EXTRAS; those about its levers alone."""
+    """The RUN_RULES that can apply to a run with these EXTRAS; `of_levers`: only rules that concern levers."""
     others = frozenset(EXTRAS) - extras
-    told = (each for each in RUN_RULES if each.sections & extras or not each.sections & others)
-    return tuple(each for each in told if not of_levers or "levers" in each.sections)
+    relevant = (each for each in RUN_RULES if each.sections & extras or not each.sections & others)
+    return tuple(each for each in relevant if not of_levers or "levers" in each.sections)
 
 
 def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -> str | None:
@@ -53,7 +53,7 @@ def refused_workload(workload: "Workload", layout: "Layout", levers: "Levers") -
 
 
 def refused_beside(workload: "Workload", layout: "Layout", levers: "Levers") -> str | None:
-    """The same of a layout that is not refused without levers: rules that do not name these have been asked."""
+    """The same for a layout that is allowed without levers: only the rules that concern levers are checked."""
     run = _run_of(workload, layout, levers)
     return first_refusal(run_rules(run.extras, of_levers=True), run)
 
@@ -83,6 +83,6 @@ def refused_by_deepspeed(run: Run) -> str | None:
 
 
 def refuse_untrainable(run: Run) -> None:
-    """A sentence as an error where `tightfit train` does not run `run`."""
+    """Raise a UserError if `tightfit train` does not run `run`."""
     if sentence := refused_by_trainer(run):
         raise UserError(sentence)

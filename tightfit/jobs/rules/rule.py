@@ -1,4 +1,4 @@
-"""Rule and Run: one thing that does not go with another, and what it is asked about; the four lists of rules."""
+"""Rule: one combination of settings that is refused; Run: the facts that rules check; and the four lists of rules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Sentence = Callable[[Subject], str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a model is trained, as far as it is known."""
+    """How a model is trained; facts that are not known yet are None or at their default."""
 
     layout: "Layout"
     levers: "Levers"
@@ -30,7 +30,7 @@ class Run:
     spec: ModelSpec | None = None
     sequence_length: int | None = None
     distills: bool = False
-    """Whether a teacher is compared with."""
+    """Whether the run has a teacher."""
     compares_features: bool = False
     compares_attention: bool = False
     rounding: "WeightRounding | None" = None
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def extras(self) -> frozenset[str]:
-        """Those of EXTRAS that it has."""
+        """The members of EXTRAS that this run uses."""
         distills = self.distills or self.compares_features or self.compares_attention
         return frozenset(
             compress(
@@ -55,17 +55,17 @@ class Run:
 
     @property
     def weight_setting(self) -> str | None:
-        """The setting by which an update looks at whole weights beside their gradients, where there is one."""
+        """The setting that makes an update depend on whole weights besides their gradients; None without."""
         return "optimizer.l1" if self.shrinks else "optimizer.keep_zeros" if self.keeps_zeros else None
 
 
 EXTRAS = ("distill", "quantize", "adapter", "optimizer")
-"""Sections that most runs have nothing of: rules about them alone then have nothing to say."""
+"""Sections of a job that most runs do not use; rules that concern only these are then skipped."""
 
 
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
-    """One thing that does not go with another; `sentence` says so where it is met."""
+    """One refused combination of settings; `sentence` returns the refusal of a subject, or None."""
 
     name: str
     concerns: tuple[str, ...]
@@ -73,7 +73,7 @@ class Rule(Generic[Subject]):
 
     @cached_property
     def sections(self) -> frozenset[str]:
-        """Those of a job that it concerns."""
+        """The sections of a job that the rule concerns."""
         return frozenset(concern.partition(".")[0] for concern in self.concerns)
 
 
@@ -84,7 +84,7 @@ DEEPSPEED_RULES: list[Rule[Run]] = []
 
 
 def rule(book: list[Rule[Subject]], *concerns: str) -> Callable[[Sentence[Subject]], Sentence[Subject]]:
-    """Enter a function into `book` as a rule about the fields `concerns`."""
+    """Decorator that adds a function to the list `book` as a rule about the fields `concerns`."""
 
     def enter(sentence: Sentence[Subject]) -> Sentence[Subject]:
         book.append(Rule(sentence.__name__, concerns, sentence))
@@ -94,7 +94,7 @@ def rule(book: list[Rule[Subject]], *concerns: str) -> Callable[[Sentence[Subjec
 
 
 def first_refusal(rules: Sequence[Rule[Subject]], subject: Subject) -> str | None:
-    """The sentence of the first rule that is broken; None where all are kept."""
+    """The sentence of the first rule that refuses `subject`; None if all allow it."""
     for each in rules:
         if sentence := each.sentence(subject):
             return sentence

@@ -1,4 +1,4 @@
-"""What of a model tensor ranks can share evenly."""
+"""Whether ranks can share a model's heads, columns and tokens evenly."""
 
 from tightfit.models.spec import ModelSpec
 
@@ -14,9 +14,9 @@ def mlp_widths(spec: ModelSpec) -> list[tuple[str, int]]:
 
 
 def indivisible(spec: ModelSpec, tensor: int) -> str | None:
-    """About the first size that `tensor` ranks cannot share evenly; None where they share all of them.
+    """A sentence about the first size that `tensor` ranks cannot share evenly; None where they can share all.
 
-    Fewer key heads than ranks are shared as well, if as many ranks have each: every one computes a part of the head.
+    Fewer key heads than ranks are allowed if each has the same number of ranks, which split the head between them.
     """
     keys = spec.kv_size if tensor % spec.kv_heads == 0 else spec.kv_heads
     sizes = [("attention heads", spec.heads), ("key and value heads", keys), *mlp_widths(spec)]
@@ -30,9 +30,10 @@ def indivisible(spec: ModelSpec, tensor: int) -> str | None:
 
 
 def unshared_heads(spec: ModelSpec, tensor: int, exchanging: int, context: int) -> str | None:
-    """About heads that `exchanging` of the `context` ranks cannot share evenly, after `tensor` ranks have.
+    """A sentence if `exchanging` of the `context` ranks cannot share evenly the heads of one of `tensor` ranks.
 
-    Each gets some of the query heads and the key heads these use; fewer key heads than ranks are sent to several.
+    Each gets some of the query heads and the key heads these use; with fewer key heads than ranks, several ranks get
+    the same one.
     """
     heads, kv_heads = spec.heads // tensor, max(1, spec.kv_heads // tensor)
     if heads % exchanging == 0 and (kv_heads % exchanging == 0 or exchanging % kv_heads == 0):
@@ -45,7 +46,7 @@ def unshared_heads(spec: ModelSpec, tensor: int, exchanging: int, context: int) 
 
 
 def unshared_rows(length: int, context: int, ring: int) -> str | None:
-    """About rows of `length` tokens that context ranks cannot share evenly; a ring deals them out from both ends."""
+    """A sentence if context ranks cannot share rows of `length` tokens evenly; a ring's ranks have two pieces each."""
     if length % context == 0 and (ring == 1 or length % (2 * ring) == 0):
         return None
     pieces = context if ring == 1 else context * 2
@@ -56,7 +57,7 @@ def unshared_rows(length: int, context: int, ring: int) -> str | None:
 
 
 def uneven_share(rows: int, length: int, tensor: int) -> str | None:
-    """About rows whose tokens `tensor` ranks cannot share evenly."""
+    """A sentence if `tensor` ranks cannot share the tokens of `rows` rows evenly."""
     if rows * length % tensor == 0:
         return None
     return (
@@ -66,7 +67,7 @@ def uneven_share(rows: int, length: int, tensor: int) -> str | None:
 
 
 def whole_attention(spec: ModelSpec, setting: str, parts: int) -> str | None:
-    """About attention that cannot be taken apart by heads, where `setting` asks for `parts` groups of them.
+    """A sentence if `setting` splits attention's heads into `parts` groups and the model's attention cannot be split.
 
     Latent attention has vectors that all heads share; norms over all heads together need all of them.
     """

@@ -1,4 +1,4 @@
-"""What tensor ranks in a line do not go with; tensor_mesh.py has the others."""
+"""Settings that tensor ranks in a line do not go with; tensor_mesh.py is about meshes."""
 
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 from tightfit.jobs.rules.shapes import indivisible, uneven_share, whole_attention

@@ -1,4 +1,4 @@
-"""What tensor ranks on a 2D, 2.5D or 3D mesh go with: its shape, the model's, and the other degrees."""
+"""Settings that tensor ranks on a 2D, 2.5D or 3D mesh do not go with: shapes of mesh and model, and other splits."""
 
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ def tensor_ranks_fill_their_mesh(layout: "Layout") -> str | None:
 
 
 def beside_a_mesh(layout: "Layout", split: str, reason: str) -> str | None:
-    """About ranks of `split`, which for this reason do not go with a mesh of tensor ranks."""
+    """A sentence if ranks of `split` are used beside a mesh of tensor ranks, with the `reason` why they cannot be."""
     degree, kind = getattr(layout, split), layout.tensor_mesh
     if kind == "1d" or degree == 1:
         return None
@@ -51,7 +51,7 @@ def a_mesh_splits_dense_layers(run: Run) -> str | None:
 
 
 def indivisible_blocks(spec: ModelSpec, kind: str, side: int) -> str | None:
-    """About the first size that `side` ranks along an axis cannot share evenly; weights of a 3d mesh are cut twice."""
+    """A sentence about the first size that `side` ranks along an axis cannot share evenly; a 3d mesh splits twice."""
     parts = side * side if kind == "3d" else side
     sizes = [
         ("attention heads", spec.heads, side),

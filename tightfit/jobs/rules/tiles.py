@@ -1,4 +1,4 @@
-"""What layers in tiles do not go with."""
+"""Settings that layers in tiles do not go with."""
 
 from typing import TYPE_CHECKING
 

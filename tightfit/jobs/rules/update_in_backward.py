@@ -1,11 +1,11 @@
-"""What updates inside backward do not go with."""
+"""Settings that updates inside backward do not go with."""
 
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 
 @rule(RUN_RULES, "levers.update_in_backward", "layout", "precision")
 def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
-    """It must be whole and finite when backward has passed a layer, and be freed then."""
+    """A layer's gradients must be complete and finite when backward has passed the layer, and be freed then."""
     if not run.levers.update_in_backward:
         return None
     what, layout = "levers.update_in_backward frees gradients during backward", run.layout

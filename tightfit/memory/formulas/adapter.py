@@ -1,4 +1,4 @@
-"""Adapters on a frozen model (levers/adapter.py): what layers keep and hold instead of what they train otherwise.
+"""Adapters on a frozen model (levers/adapter.py): bytes that differ from training the model itself.
 
 | what | bytes |
 |---|---|
@@ -8,7 +8,7 @@
 | A x | rank numbers a token of every adapted projection |
 | a frozen matrix at work | expanded for its product, and again for the gradient of its input, where it is coded |
 
-Weights that gradients and states are counted of are those of A and B.
+Gradients and states are counted for the weights of A and B only.
 """
 
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from tightfit.jobs.projections import Projection, linear_shapes
 from tightfit.memory.formulas.segments import unsplit_bytes
 
-if TYPE_CHECKING:  # which these are part of
+if TYPE_CHECKING:  # these modules import this one
     from tightfit.memory.formulas.layer_moments import LayerMoment
     from tightfit.memory.formulas.local_shape import LocalShape
 
 
 def low_rank_bytes(shape: "LocalShape", *names: Projection) -> int:
-    """A x of those projections that have an adapter, and which of their inputs are dropped."""
+    """Saved tensors of the adapters on `names`: A x, and with dropout a mask of one byte per input."""
     if shape.adapted is None:
         return 0
     shapes, rank = linear_shapes(shape.spec), shape.adapted.rank
@@ -32,8 +32,8 @@ def low_rank_bytes(shape: "LocalShape", *names: Projection) -> int:
 
 
 def expanded_bytes(shape: "LocalShape", name: Projection, result_bytes: int) -> int:
-    """A coded matrix expanded for a product whose result takes `result_bytes`; or the product's input after dropout, if
-    that is larger."""
+    """A coded matrix dequantized for a product whose result takes `result_bytes`; or, if larger, the adapter's input
+    after dropout."""
     shapes, adapted = linear_shapes(shape.spec), shape.adapted
     if adapted is None or name not in shapes:
         return 0
@@ -43,7 +43,7 @@ def expanded_bytes(shape: "LocalShape", name: Projection, result_bytes: int) -> 
 
 
 def trained_moments(shape: "LocalShape", moments: "tuple[LayerMoment, ...]") -> "tuple[LayerMoment, ...]":
-    """`moments` with gradients of A and B in the place of their matrices'."""
+    """`moments` with gradients of A and B in place of the frozen matrices'."""
     if shape.adapted is None:
         return moments
     whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())
@@ -59,7 +59,7 @@ def trained_moments(shape: "LocalShape", moments: "tuple[LayerMoment, ...]") -> 
 
 
 def frozen_unsplit_bytes(shape: "LocalShape") -> int:
-    """What the allocator counts with the frozen matrices beyond their bytes."""
+    """Bytes that the allocator counts for the frozen matrices beyond their own (segments.py)."""
     assert shape.adapted is not None
     spec, scheme = shape.spec, shape.adapted.base.scheme
     matrices = tuple(outputs * inputs for outputs, inputs in linear_shapes(spec).values())

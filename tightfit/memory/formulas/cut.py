@@ -1,11 +1,11 @@
 """Cut: which layers each stage of a pipeline has, so that the slowest stage is as fast as it can be.
 
 A pipeline goes at the pace of its slowest stage, and the output projection of a large vocabulary costs as much as
-several layers: the last stage gets fewer of them. Costs are operations of forward and backward per token (6 per weight
-that multiplies it; 14 × query width per key it attends to: 4 forward, 10 backward), with memory traffic of the
-embedding counted at OPERATIONS_PER_BYTE; they do not depend on the machine, so a run, its plan and its memory formulas
-cut alike. The cut is exact: the least largest stage over all cuts, and of those the most even one.
-Limits: every stage has at least one layer; interleaved pieces are cut as that many stages.
+several layers: the last stage gets fewer of them. Costs are FLOPs of forward and backward per token (6 per weight that
+multiplies it; 14 × query width per key it attends to: 4 forward, 10 backward), with memory traffic of the embedding
+counted at OPERATIONS_PER_BYTE; they do not depend on the machine, so a run, its plan and its memory formulas cut alike.
+The cut is exact: the slowest stage is as cheap as in any cut, and of all such cuts it is the most even one.
+Limits: every stage has at least one layer; the stages of an interleaved rank are cut like any others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,10 @@ from tightfit.models.spec import ModelSpec
 PRODUCT_OPERATIONS = 6
 ATTENTION_OPERATIONS = 14
 OPERATIONS_PER_BYTE = 200
-"""Of the matrix units while a byte of memory is read, on an H100 at the rates it reaches."""
+"""FLOPs of the matrix units in the time of reading one byte of memory, on an H100 at the rates it reaches."""
 EMBEDDING_BYTES = 12
-"""Per number of the hidden size: looked up and written forward; its gradient read, and added to float32 backward."""
+"""Bytes moved per hidden channel: forward looks a number up and writes it; backward reads its gradient and adds it to
+a float32 sum."""
 
 TOLERANCE = 1e-12
 """Relative: stages whose costs differ by less cost the same."""
@@ -43,23 +44,24 @@ def cut(spec: ModelSpec, length: int, stages: int) -> tuple[Span, ...]:
 
 
 def layer_operations(spec: ModelSpec, layer: int, length: int) -> float:
-    """Of one token forward and backward."""
+    """FLOPs of one token in a layer, forward and backward."""
     products = PRODUCT_OPERATIONS * spec.layer_params(layer, active=True)
     return products + ATTENTION_OPERATIONS * spec.query_size * spec.mean_keys_seen(layer, length)
 
 
 def head_operations(spec: ModelSpec) -> float:
-    """The output projection, of one token."""
+    """FLOPs of one token in the output projection."""
     return PRODUCT_OPERATIONS * spec.vocabulary_params
 
 
 def embedding_operations(spec: ModelSpec) -> float:
-    """The embedding, of one token."""
+    """The embedding's memory traffic of one token, as FLOPs."""
     return OPERATIONS_PER_BYTE * EMBEDDING_BYTES * spec.hidden_size
 
 
 def balanced(layers: Sequence[float], before: float, after: float, stages: int) -> tuple[Span, ...]:
-    """Consecutive spans of `layers`; `before` counts with the first one, `after` with the last."""
+    """Spans of consecutive `layers`, whose costs are given; `before` is added to the first span's, `after` to the
+    last's."""
     costs = _StageCosts(sums=[0.0, *accumulate(layers)], before=before, after=after, stages=stages)
     tables = _most_even_cuts(costs, most=_least_largest(costs) * (1 + TOLERANCE))
     spans: list[Span] = []
@@ -72,7 +74,7 @@ def balanced(layers: Sequence[float], before: float, after: float, stages: int) 
 
 @dataclass(frozen=True)
 class _StageCosts:
-    """What a span of layers costs as a given stage; `sums[n]` is what the first n layers do."""
+    """Costs of spans of layers as a given stage; `sums[n]` is the cost of the first n layers."""
 
     sums: list[float]
     before: float
@@ -84,12 +86,12 @@ class _StageCosts:
         return self.sums[last] - self.sums[first] + ends
 
     def lasts(self, stage: int, first: int) -> range:
-        """Where a stage that begins at `first` may end, leaving a layer for each one after it."""
+        """Possible ends of a stage that begins at `first`, leaving a layer for each stage after it."""
         layers, left = len(self.sums) - 1, self.stages - 1 - stage
         return range(first + 1 if left else layers, layers - left + 1)
 
     def within(self, stage: int, first: int, most: float) -> Iterator[tuple[int, float]]:
-        """Where it may end and what it then costs, which is at most `most`."""
+        """Possible ends of a stage that begins at `first`, with their costs, while these are at most `most`."""
         for last in self.lasts(stage, first):
             cost = self.of(stage, first, last)
             if cost > most:
@@ -98,7 +100,7 @@ class _StageCosts:
 
 
 def _least_largest(costs: _StageCosts) -> float:
-    """The cost of the largest stage in the cut where that is least, found by halving."""
+    """The least possible cost of the slowest stage over all cuts, by bisection."""
     low, high = 0.0, costs.before + costs.sums[-1] + costs.after
     while high - low > TOLERANCE / 2 * high:
         middle = (low + high) / 2
@@ -108,7 +110,7 @@ def _least_largest(costs: _StageCosts) -> float:
 
 
 def _largest_of_full_stages(costs: _StageCosts, most: float) -> float | None:
-    """The largest stage where each takes all layers that it can at a cost of `most`; None where some are left."""
+    """The cost of the slowest stage if each takes as many layers as `most` allows; None if layers are left over."""
     first, largest = 0, 0.0
     for stage in range(costs.stages):
         ends = list(costs.within(stage, first, most))
@@ -120,8 +122,8 @@ def _largest_of_full_stages(costs: _StageCosts, most: float) -> float | None:
 
 
 def _most_even_cuts(costs: _StageCosts, most: float) -> list[dict[int, tuple[float, int]]]:
-    """After each stage of at most `most`: by the layers it may end at, the least sum of squares and -first of that
-    stage. Of equals, that is the cut whose later stages are shorter."""
+    """Dynamic program over stages that cost at most `most`: after each stage, a table from its end to the least sum of
+    squared costs and the negated begin of that stage, so that of equals the later stages are shorter."""
     tables: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(costs.stages):
         reached: dict[int, tuple[float, int]] = {}

@@ -1,8 +1,8 @@
-"""The classic layer: GPT in half precision with dropout and attention scores in memory, row by row.
+"""The classic layer: GPT in half precision with dropout and unfused attention, one row per saved tensor.
 
 Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models", section 4.1): attention keeps
-13bsh + 5bs²a bytes and the MLP 21bsh, layer norms included, for b rows of s tokens, hidden size h and a heads. It is
-what people quote; layers of today keep other things (see layer.py). The paper's 34bsh + 5bs²a a layer is their sum.
+13bsh + 5bs²a bytes and the MLP 21bsh, layer norms included, for b rows of s tokens, hidden size h and a heads; their
+sum is the often quoted 34bsh + 5bs²a per layer. Today's layers save other tensors: see layer.py.
 """
 
 from typing import Literal, NamedTuple

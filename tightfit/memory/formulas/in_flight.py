@@ -1,7 +1,8 @@
-"""In flight: what a pipeline rank keeps of micro-batches other than the one at work, when it is fullest.
+"""In flight: bytes that a pipeline rank keeps of micro-batches other than the one at work, at the rank's peak.
 
-pipeline.py has how many are in flight under each schedule. A rank keeps each one's activations and what its stages sent
-on; the model's last stage its loss; and where backward is split, gradients that wait for their backward for weights.
+pipeline.py counts micro-batches in flight under each schedule. Of each, a rank keeps the activations and the outputs
+that its stages sent on; the model's last stage keeps the loss; and where backward is split (zero-bubble), gradients of
+activations are kept until the backward for weights.
 """
 
 from collections.abc import Iterator
@@ -15,27 +16,27 @@ from tightfit.memory.formulas.stage import StageMemory
 
 
 class InFlight(NamedTuple):
-    """A rank's fullest time in a pipeline."""
+    """Other micro-batches at a pipeline rank's peak."""
 
     other_bytes: int
     """Activations of the micro-batches in flight other than the one at work."""
     beside_embedding_bytes: int
-    """The same when that one has reached the embedding, with what it keeps in the rank's other stages."""
+    """The same when the one at work goes backward through the embedding, with its activations in later stages."""
     summed_micro_batches: int
-    """Of how many micro-batches gradients are summed by the end of that backward; with one, none are there before."""
+    """Micro-batches whose gradients are summed by the end of the backward at the peak; 1: no earlier gradients."""
     share_with_sums: float = 1.0
-    """Share of its layers that have gradients of earlier micro-batches by then."""
+    """Share of the rank's layers that have gradients of earlier micro-batches by then."""
     freed_bytes: int | None = None
-    """Where that is its first backward: activations that are gone once all its layers have gradients."""
+    """If the peak is in the first backward: activations freed by the time that all layers have gradients."""
 
 
 def in_flight(layout: Layout, stage: StageMemory, loss_bytes: int, micro_batches: int, stream_bytes: int) -> InFlight:
-    """Of a rank that keeps `loss_bytes` of each micro-batch, if it has the head, and sends `stream_bytes` on."""
+    """Other micro-batches of a rank whose stages send `stream_bytes` on, and whose head keeps `loss_bytes` of each."""
     if layout.pipeline == 1:
         return InFlight(other_bytes=0, beside_embedding_bytes=0, summed_micro_batches=micro_batches)
     stages, span = layout.stages_per_rank, stage.span
     layers = span.layers_by_stage
-    sent_bytes = (stages - span.has_head) * stream_bytes  # what each stage but the model's last sent on
+    sent_bytes = (stages - span.has_head) * stream_bytes  # the output of each stage but the model's last
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes *= span.has_head
     if layout.schedule == "interleaved":
@@ -43,7 +44,7 @@ def in_flight(layout: Layout, stage: StageMemory, loss_bytes: int, micro_batches
         other_bytes = max(0, ceil(each_bytes * most.before_backward, sum(layers)) - each_bytes)
         beside_embedding_bytes = ceil(each_bytes * most.beside_first_stage, sum(layers))
     else:
-        kept_loss_bytes = loss_bytes if stages == 1 else 0  # in a V the loss is followed by its backward
+        kept_loss_bytes = loss_bytes if stages == 1 else 0  # in a V a loss is followed by its backward at once
         other_bytes = max(_other_bytes(layout, stage, micro_batches, each_bytes, kept_loss_bytes))
         beside_embedding_bytes = other_bytes
     if micro_batches > 1 and forwards_come_first(layout, span.rank, micro_batches):
@@ -51,8 +52,8 @@ def in_flight(layout: Layout, stage: StageMemory, loss_bytes: int, micro_batches
         backwards_before = (stages - 1) * layout.pipeline + 1
         freed_bytes = backwards_before * each_bytes // stages + loss_bytes
         return InFlight(other_bytes, beside_embedding_bytes, summed_micro_batches=1, freed_bytes=freed_bytes)
-    # Of several stages the last alone has sums where all micro-batches go backward through it before any does through
-    # another.
+    # If all micro-batches go backward through a rank's last stage before any goes through another stage, only the last
+    # has sums of gradients.
     first_backwards = 2 * layout.pipeline - 1 - span.rank if layout.in_v else layout.pipeline
     last_alone = stages > 1 and micro_batches <= first_backwards
     share = layers[-1] / sum(layers) if last_alone else 1.0
@@ -62,8 +63,7 @@ def in_flight(layout: Layout, stage: StageMemory, loss_bytes: int, micro_batches
 def _other_bytes(
     layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int, loss_bytes: int
 ) -> Iterator[int]:
-    """At each of the times when a rank may be fullest: of micro-batches that keep `each_bytes` in all its stages, the
-    one at work aside."""
+    """Bytes of other micro-batches at each time when a rank may be fullest; one keeps `each_bytes` in all stages."""
     layers = stage.span.layers_by_stage
 
     def of_stages(counts: tuple[int, ...], bytes_each: int) -> int:
@@ -76,10 +76,10 @@ def _other_bytes(
 
 
 def _times(layout: Layout, span: RankSpan, micro_batches: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """How many micro-batches each stage of a rank keeps, and gradients of how many wait for backward for weights.
+    """Candidates for the peak: per stage of a rank, micro-batches kept, and those that await backward for weights.
 
-    In a V also after its loss: one more micro-batch down and one less up, of which one waits; and when forwards are
-    over: K down and r up, of which r + 1 and r wait.
+    In a V also two later times: when forwards are over, K are kept in the first stage and r in the second, of which
+    r + 1 and r wait; and after a loss, one more is kept in the first stage and one less in the second, and one waits.
     """
     K, r, M = layout.pipeline, span.rank, micro_batches
     kept = micro_batches_in_flight(layout, r, M)

@@ -1,9 +1,9 @@
 """Keeping: the level at which each layer keeps its activations, for formulas, simulations and runs alike.
 
-levers/policy decides, given for each level the bytes a layer keeps (layer.py) and the seconds of computing the rest
-again. Seconds are those of one card, an H200 at measured shares of its rates, whatever card it is for: only their
-ratios matter, and a plan, its simulation and the run must choose alike. Bytes are what layers keep from forward to
-backward, inputs included unless those are offloaded (all but one).
+levers/policy decides, given for each level the bytes a layer keeps (layer.py) and the seconds of recomputing the rest.
+Seconds are always those of an H200 at measured shares of its rates, whatever the job's card: only their ratios matter,
+and a plan, its simulation and the run must choose alike. Bytes are what layers keep from forward to backward, inputs
+included unless those are offloaded (all but one).
 """
 
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ H200 = next(row for row in CATALOG if row.family == "H200")
 
 
 def layer_levels(shape: LocalShape, levers: Levers, layers: range | tuple[int, ...]) -> tuple[KeepLevel, ...]:
-    """What each of `layers` of a rank keeps of one micro-batch."""
+    """The level of each of a rank's `layers`."""
     if levers.checkpoint_budget_bytes is not None:
         return _budget_levels(shape, layers, levers.checkpoint_budget_bytes, levers.offload_checkpoints)
     return _fixed_levels(
@@ -51,10 +51,10 @@ def _budget_levels(
 
 @lru_cache(maxsize=4096)
 def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple[KeepOption, ...]:
-    """Bytes on the GPU and seconds again of one layer at each level.
+    """Bytes kept on the GPU and seconds of recomputation of one layer at each level.
 
-    What tiles compute again is not kept either: `matmuls` is then the same as the level before, which is taken.
-    Products of frozen layers, which adapters add to, are not kept at all: that level is no better than the others.
+    Tiled layers recompute the MLP's products at every level, so `matmuls` is given the costs of `attention`. Under
+    adapters products of frozen matrices cannot be kept: `matmuls` gets costs that make it no better than the others.
     """
     seconds, options = _recompute_seconds(shape, layer), dict[KeepLevel, KeepOption]()
     for level in KEEP_LEVELS:
@@ -69,7 +69,7 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
 
 
 def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
-    """Time of one layer computed again at each level."""
+    """Seconds of recomputing one layer at each level."""
     peak_flop_s = 1e12 * (H200.rates.of("fp32" if shape.element_bytes == 4 else "bf16") or H200.rates.fp32)
     attention_flop_s = peak_flop_s * by_head_size(MEASURED.attention_forward, shape.spec.head_dim)
     attention_s = _attention_flops(shape, layer) / attention_flop_s
@@ -86,15 +86,15 @@ def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
 
 
 def _attention_flops(shape: LocalShape, layer: int) -> float:
-    """4 operations per channel and pair of a query with a key it sees."""
+    """4 FLOPs per channel and pair of a query and a visible key: a multiply and an add in Q·Kᵀ and in P·V."""
     keys_seen = shape.spec.mean_keys_seen(layer, shape.whole_length)
     return 4 * shape.tokens * keys_seen * shape.spec.query_size / shape.tensor
 
 
 def _recomputed_weights(shape: LocalShape, layer: int) -> int:
-    """Weights that a token is multiplied by again: all but those of the last product, if nothing needs its result.
+    """Weights of the products that are recomputed per token: all, or all but the last if nothing needs its result.
 
-    What tiles compute again at every level does not count, which is all that comes after attention.
+    In tiled layers only q, k and v count: everything after attention is recomputed at every level.
     """
     spec = shape.spec
     if shape.is_tiled(layer):
@@ -107,7 +107,7 @@ def _recomputed_weights(shape: LocalShape, layer: int) -> int:
 
 
 def _recomputed_width(spec: ModelSpec, layer: int) -> int:
-    """Elements a token that norms, rope and (where its product is kept) the activation read and write again."""
+    """Elements per token that recomputed norms, rope and (where its result is needed) the activation read and write."""
     norms = 3 * spec.norms_per_layer * spec.hidden_size
     rope = 2 * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
     needs_product = not spec.gated or spec.mlp_bias or needs_last_product(spec, layer)

@@ -1,6 +1,6 @@
 """Layer: what one layer keeps for backward at each level of recomputation, and its bytes at every moment.
 
-Tiled or not is decided here; saved.py and layer_moments.py are about whole layers, tiles.py about tiled ones.
+This file chooses between saved.py and layer_moments.py, for untiled layers, and tiles.py, for tiled ones.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -
 
 @lru_cache(maxsize=4096)
 def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
-    """What `layer_kept` lists, added up by kind."""
+    """Bytes of the tensors of `layer_kept` by kind."""
     sums = dict.fromkeys(SavedBytes._fields, 0)
     for tensor in layer_kept(shape, layer, level):
         sums[tensor.kind] += tensor.bytes
@@ -66,7 +66,7 @@ def layer_cost(shape: LocalShape, layer: int) -> LayerCost:
 
 @lru_cache(maxsize=4096)
 def forward_extra(shape: LocalShape, layer: int, level: KeepLevel) -> int:
-    """Alive beside what is kept at `level`, when a forward pass ends its last layer."""
+    """Bytes alive beside the tensors kept at `level`, when a forward pass ends its last layer."""
     cost = layer_cost(shape, layer)
     if level == "everything":
         return cost.forward_extra

@@ -1,7 +1,7 @@
-"""Moments of an untiled layer: what is alive beside the saved tensors while it runs forward, again, and backward.
+"""Moments of an untiled layer: bytes alive beside the saved tensors in forward, in recomputation and in backward.
 
-Moments of backward are in its order: the MLP's, then attention's. They count gradients of activations in bytes, and of
-how many of the layer's weights there is a gradient; what such a gradient takes is the business of gradients.py.
+Moments of backward are in its order: the MLP's, then attention's. A moment has the bytes of activations' gradients, and
+the number of the layer's weights that have a gradient by then; gradients.py turns that number into bytes.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ AttentionKind = Literal["fused", "own"]
 
 
 class LayerMoment(NamedTuple):
-    """One moment of backward (or of computing again) inside one layer."""
+    """One moment of backward (or of recomputation) inside one layer."""
 
     name: str
     saved_bytes: int
-    """Of what the layer kept, what is still held."""
+    """The layer's saved tensors that are not freed yet."""
     gradient_bytes: int
-    """Gradients of activations, and what else is alive beside what was kept."""
+    """Gradients of activations, and all other temporaries beside the saved tensors and the workspace."""
     workspace_bytes: int = 0
     complete_weights: int = 0
     """The layer's weights that have a gradient by then."""
     new_weights: int = 0
     """Those of `complete_weights` whose gradient is not yet added to a sum over micro-batches."""
     weight_copies: int = 0
-    """Further copies of gradients, counted in weights."""
+    """Further copies of weight gradients (float32 sums over tiles), as a number of elements of the weights' dtype."""
 
     @property
     def activation_bytes(self) -> int:
@@ -38,7 +38,7 @@ class LayerMoment(NamedTuple):
         return self.saved_bytes + self.gradient_bytes + self.workspace_bytes
 
     def with_gradients(self, weights: int, element_bytes: int) -> int:
-        """With gradients of so many weights, and further copies."""
+        """All bytes, with gradients of `weights` weights and their further copies."""
         return self.activation_bytes + element_bytes * (weights + self.weight_copies)
 
 
@@ -47,19 +47,19 @@ class LayerCost:
     """A layer's bytes on one rank."""
 
     forward_extra: int
-    """Alive beyond what is kept when forward ends it."""
+    """Temporaries beside the saved tensors when the layer's forward ends."""
     forward_working: int
-    """Alive in a forward that keeps nothing."""
+    """Peak of a forward without autograd, which saves nothing."""
     backward: tuple[LayerMoment, ...]
     recompute: LayerMoment
 
 
 def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
-    """Of a layer that keeps `saved_bytes`, its first half and its second together."""
+    """A layer that keeps `saved_bytes`: attention and MLP together."""
     attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
-    # Where the stream is split by tokens, all tokens of it: what each block takes in, and the gradient it is given.
-    # Forward holds the block's own. Backward holds the gradient, what the MLP took in and, gathered ahead or
-    # recomputed, what attention did; then that and what the layer before's MLP did (collectives/conjugate.py).
+    # With sequence parallelism each block's input and output gradient are all-gathered. Forward holds the running
+    # block's input. The MLP's backward holds three: its output's gradient, its input and attention's input (prefetched
+    # or recomputed). Attention's holds two: its input and that of the layer before's MLP (collectives/conjugate.py).
     gathered_bytes = shape.hidden_bytes if shape.sequence_parallel else 0
     mlp = (_experts if shape.spec.is_routed(layer) else _dense_mlp)(shape, saved_bytes)
     attention = _attention_backward(shape, layer, attention_bytes, mlp.backward[-1].complete_weights)
@@ -75,8 +75,8 @@ def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
 
 
 def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathered_bytes: int) -> int:
-    """Beside the saved tensors and the gradient of the layer's output, when a layer has been computed again: what
-    forward holds besides where it runs to its last product, else what gate and up took in."""
+    """Temporaries when a layer has been recomputed, beside its saved tensors and the gradient of its output: forward's
+    own if the last product is recomputed too, else the input of gate and up."""
     if gathered_bytes or needs_last_product(shape.spec, layer):
         recompute_bytes = extra_bytes + gathered_bytes
     else:
@@ -84,13 +84,13 @@ def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathere
     if shape.adapted is None:
         return recompute_bytes
     inner_bytes = shape.inner_bytes(shape.spec.mlp_size)
-    kept_product_bytes = inner_bytes if shape.trains("down") else 0  # which is not there yet while up is expanded
+    kept_product_bytes = inner_bytes if shape.trains("down") else 0  # does not exist yet while up is expanded
     return max(recompute_bytes, expanded_bytes(shape, "up", inner_bytes) - kept_product_bytes)
 
 
 def _on_a_cube(shape: LocalShape, cost: LayerCost) -> LayerCost:
-    """`cost` on a 3D mesh of side q, whose products gather q times what a rank has of both operands and scatter q times
-    their result (collectives/cubic.py; other meshes send blocks one by one):
+    """`cost` on a 3D mesh of side q, whose products all-gather both operands, q times a rank's part each, and
+    reduce-scatter a result of q times a rank's part (collectives/cubic.py; other meshes send blocks one by one):
 
     S, I: stream and MLP columns of a rank    down's backward: dY q S, its input q I, the input's gradient q I and I
     W: a gathered matrix, twice               gate and up's: their input q S, both gradients 2 q I, dX q S and S
@@ -120,7 +120,7 @@ def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[Laye
 
 
 class _Mlp(NamedTuple):
-    """The second half of a layer: the first two as in LayerCost, and its backward."""
+    """The MLP's half of a layer; fields as in LayerCost."""
 
     forward_extra: int
     forward_working: int
@@ -128,8 +128,8 @@ class _Mlp(NamedTuple):
 
 
 def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
-    """Forward makes gate, up, their product and the result; backward has the product's gradient beside the kept gate
-    and up (whose gradients replace them), then the input's gradient."""
+    """Forward makes gate, up, their product and the result. Backward holds the product's gradient beside the saved gate
+    and up, whose gradients are written in their place; then the input's gradient."""
     spec, stream_bytes, hidden_bytes = shape.spec, shape.stream_bytes, shape.hidden_bytes
     inner_bytes = shape.inner_bytes(spec.mlp_size)
     matrix = spec.hidden_size * shape.columns(spec.mlp_size)
@@ -146,8 +146,8 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
     )
     inputs = LayerMoment(
         "gradient of the MLP's input",
-        saved_bytes=saved_bytes - kept_product_bytes,  # which down's backward was the last to need
-        # with adapters gate and up are products apart: the gradient through one, and through the other
+        saved_bytes=saved_bytes - kept_product_bytes,  # freed after down's backward
+        # with adapters gate and up are separate products: one gradient of the input through each, before they are added
         gradient_bytes=stream_bytes + hidden_bytes * (spec.up_projections if has_adapters else 1),
         workspace_bytes=expanded_bytes(shape, "up", hidden_bytes),
         complete_weights=(spec.up_projections + 1) * matrix,
@@ -155,28 +155,29 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
     )
     result_bytes = hidden_bytes + expanded_bytes(shape, "down", hidden_bytes)
     return _Mlp(
-        # its product, unless that is kept, and its result
+        # gate × up, unless that is kept, and the MLP's result
         forward_extra=(inner_bytes if spec.gated and not keeps_product else 0) + result_bytes,
-        # the sum, its norm, gate, up and product, its result
+        # the residual sum, its norm, gate, up, their product, the result
         forward_working=2 * stream_bytes + (spec.up_projections + 1) * inner_bytes + result_bytes,
         backward=(product, inputs),
     )
 
 
 def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
-    """Of kernels/routed_mlp.py: outputs of all rows beside their products or the tokens' sums; in backward the
-    gradients of all rows beside that of their products, then of the rows' inputs."""
+    """kernels/routed_mlp.py, whose rows are (token, expert) pairs. Forward ends with all rows' outputs, beside
+    gate × up or the tokens' sums; backward holds gradients of all rows' outputs and of gate × up, then of inputs."""
     spec, experts, rows_bytes, stream_bytes = shape.spec, shape.spec.experts, shape.routed_bytes, shape.stream_bytes
     assert experts is not None
     inner_bytes, hidden_bytes = shape.experts_inner_bytes, shape.hidden_bytes
     matrix = shape.experts * spec.hidden_size * shape.columns(experts.mlp_size)
     shared = spec.mlp_params(experts.shared_size) // shape.tensor if experts.shared_size else 0
     travels = shape.expert > 1
-    arrived_bytes = rows_bytes if travels else 0  # what ranks sent back; the gradient of results, sorted into a copy
+    # results that other ranks sent back, and in backward the copy of results' gradients sorted by rank
+    arrived_bytes = rows_bytes if travels else 0
     down = LayerMoment(
         "gradient of the experts' down projections",
         saved_bytes=saved_bytes,
-        # of every row's output, and of its product
+        # gradients of every row's output, and of its gate × up
         gradient_bytes=stream_bytes + arrived_bytes + rows_bytes + inner_bytes,
         complete_weights=shared + matrix,
         new_weights=matrix,
@@ -184,14 +185,14 @@ def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
     inputs = LayerMoment(
         "gradient of the experts' inputs",
         saved_bytes=saved_bytes,
-        # through gate, through up, and their sum
+        # gradients of the rows' inputs through gate and through up, and their sum
         gradient_bytes=stream_bytes + arrived_bytes + 2 * rows_bytes + (rows_bytes if travels else hidden_bytes),
         complete_weights=shared + 3 * matrix,
         new_weights=3 * matrix,
     )
-    # every row's input, gate and up beside their product or the tokens' sums
+    # every row's output, gate and up, beside gate × up or the tokens' sums
     working_bytes = rows_bytes + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
-    if travels:  # what was received and what was made of it, beside the products or what came back
+    if travels:  # received rows and their outputs, beside gate, up and their product, or beside what came back
         working_bytes = 2 * rows_bytes + max(3 * inner_bytes, rows_bytes + hidden_bytes)
     return _Mlp(
         forward_extra=rows_bytes + max(inner_bytes, hidden_bytes + arrived_bytes),
@@ -203,7 +204,7 @@ def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
 def _attention_backward(
     shape: LocalShape, layer: int, saved_bytes: int, mlp_weights: int
 ) -> tuple[LayerMoment, LayerMoment]:
-    """Attention's own backward beside the gradients of all it read and wrote, then that of q, k and v's projections."""
+    """Backward of attention itself, with gradients of its inputs and output; then of the q, k and v projections."""
     spec, stream_bytes = shape.spec, shape.stream_bytes
     output_weights = spec.hidden_size * shape.heads * spec.head_dim
     qkv_weights = spec.hidden_size * (shape.heads + 2 * shape.kv_heads) * spec.head_dim
@@ -212,8 +213,8 @@ def _attention_backward(
         qkv_weights = spec.attention_params() - output_weights
     attention = LayerMoment(
         "attention",
-        saved_bytes=saved_bytes - shape.returned_bytes,  # which the output projection's backward was the last to need
-        # of the stream, the output, q, k and v
+        saved_bytes=saved_bytes - shape.returned_bytes,  # freed after the output projection's backward
+        # gradients of the stream, the output, q, k and v
         gradient_bytes=stream_bytes + 2 * shape.query_bytes + 2 * shape.attended_key_bytes,
         workspace_bytes=attention_workspace(shape, layer) + ring_workspace(shape),
         complete_weights=mlp_weights + output_weights,
@@ -223,7 +224,7 @@ def _attention_backward(
     projections = LayerMoment(
         "gradient of the projections' input",
         saved_bytes=2 * stream_bytes,  # the norm's input and output
-        # of the stream, of q, k and v, and of their input: through one of them, and summed over those before
+        # gradients of the stream, of q, k and v, and of their input: the running projection's, and the sum so far
         gradient_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
         workspace_bytes=expanded_bytes(shape, "q", shape.hidden_bytes),
         complete_weights=mlp_weights + output_weights + qkv_weights,
@@ -233,8 +234,8 @@ def _attention_backward(
 
 
 def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
-    """Who computes attention (kernels/attention.py, rule, on Ampere and later): torch's fused kernels where causality
-    says it all and they can, ours for windows, caps, and grouped heads in float32."""
+    """Which kernel computes attention on Ampere and later (as kernels/attention.py): torch's fused ones for a plain
+    causal mask, ours for windows, soft caps, and grouped key heads in float32."""
     spec, window = shape.spec, shape.spec.window_of(layer)
     if spec.attention_softcap is not None or (window is not None and window < shape.whole_length):
         return "own"
@@ -242,20 +243,20 @@ def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
 
 
 def attention_workspace(shape: LocalShape, layer: int) -> int:
-    """What attention's backward holds while it runs, beside its inputs and results."""
+    """Workspace of attention's backward, beside its inputs and results."""
     row_sums_bytes = FLOAT32_BYTES * shape.tokens * shape.heads  # one per query and head (flash_attention_backward.py)
     if attention_kind(shape, layer) == "own":
         return row_sums_bytes
-    # dQ summed in float32, and dK and dV of every query head before groups are summed: FlashAttention-2's mha_bwd and
-    # cuDNN's sdpa_backward alike.
+    # FlashAttention-2's mha_bwd and cuDNN's sdpa_backward both sum dQ in float32, and write dK and dV per query head
+    # before they are summed over each key head's group.
     wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < FLOAT32_BYTES else 0
     ungrouped_bytes = 2 * shape.query_bytes if shape.heads != shape.attended_kv_heads else 0
     return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
 
 
 def ring_workspace(shape: LocalShape) -> int:
-    """What a ring's backward holds besides (parallel/ring.py): keys and values at hand and arriving, the gradients of
-    them (own, and float32 at hand and arriving), and the float32 sum of dQ."""
+    """Further buffers of ring attention's backward (parallel/ring.py): current and arriving keys and values (4 tensors
+    of key size), dK and dV of own keys (2), float32 sums of dK and dV, current and arriving (4), and of dQ (1)."""
     if shape.ring == 1:
         return 0
     wide = FLOAT32_BYTES // shape.element_bytes

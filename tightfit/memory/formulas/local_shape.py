@@ -1,12 +1,12 @@
-"""LocalShape: what one rank sees of one micro-batch, the sizes that every formula of activations counts with.
+"""LocalShape: one rank's part of one micro-batch, the sizes that every formula of activations counts with.
 
 Tensor ranks hold heads/t heads and mlp_size/t columns each (Megatron, Shoeybi et al. 2019). With sequence parallelism
-(Korthikanti et al. 2022) the residual stream and the norms are split along the sequence as well, and what is gathered
-for a projection is gathered again in backward rather than kept. Context ranks hold length/c tokens of every row.
+(Korthikanti et al. 2022) the residual stream and the norms are split along the sequence as well, and a block's
+all-gathered input is gathered again in backward rather than kept. Context ranks hold length/c tokens of every row.
 
-On a 2D, 2.5D or 3D mesh a rank has `rows / parts` rows of a micro-batch, and of those a q-th of heads, columns and
-residual stream (Xu and You 2021: 1/q² of all activations; Wang et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). Not
-counted: the float32 temporaries of norms, which are no fused kernels there, but smaller than what layer_moments.py has.
+On a 2D, 2.5D or 3D mesh a rank has `rows / parts` rows of a micro-batch, and 1/q of their heads, columns and residual
+stream (Xu and You 2021: 1/q² of all activations; Wang et al. 2022: 1/(d q²); Bian et al. 2021: 1/q³). Not counted: the
+float32 temporaries of norms, which are not fused on a mesh; they are smaller than the peaks of layer_moments.py.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def ceil(value: int, parts: int) -> int:
 
 @dataclass(frozen=True)
 class LocalShape:
-    """Rows × length tokens of a model in numbers of `element_bytes`, spread over `tensor` ranks."""
+    """Rows × length tokens on one rank, `element_bytes` per number, of layers split over `tensor` ranks."""
 
     spec: ModelSpec
     rows: int
@@ -37,26 +37,26 @@ class LocalShape:
     element_bytes: int
     tensor: int = 1
     mesh_ranks: int = 0
-    """Ranks of a 2D, 2.5D or 3D mesh that have different parts of a weight; `tensor` is then its side."""
+    """Ranks of a 2D, 2.5D or 3D mesh with different parts of a weight; `tensor` is then the mesh's side. 0: no mesh."""
     sequence_parallel: bool = False
     context: int = 1
     ring: int = 1
     expert: int = 1
     padded_experts: int = 0
-    """Experts of a routed layer as FSDP2 gathers them, equally many for each rank that shares them; 0: none added."""
+    """Experts of a routed layer in FSDP2's all-gather, padded to equally many per rank; 0: no padding needed."""
     tiles: int = 1
     codes_inputs: bool = False
     """Whether linear layers keep their input as fp8 codes, of a byte each."""
     engine_name: EngineName = "tightfit"
     adapted: Adapted | None = None
-    """Adapters that are trained, where the model is frozen."""
+    """Adapters trained on a frozen model; None where the model itself is trained."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        """Of what tells shapes of one search apart; formulas are remembered by it."""
+        """Hash of the fields that differ within one search: formulas are cached by shape."""
         split = self.tensor, self.mesh_ranks, self.sequence_parallel, self.context, self.ring, self.expert, self.tiles
         return hash((self.spec, self.rows, self.length, self.element_bytes, *split, self.adapted is None))
 
@@ -72,12 +72,12 @@ class LocalShape:
 
     @property
     def exchanging(self) -> int:
-        """Context ranks that exchange heads: in attention each has all their tokens and its share of the heads."""
+        """Context ranks in one all-to-all of heads (Ulysses): in attention each has all their tokens, some heads."""
         return self.context // self.ring
 
     @cached_property
     def stream_tokens(self) -> int:
-        """Tokens of the residual stream and the norms."""
+        """Tokens of the residual stream and the norms on this rank: a share of `tokens` with sequence parallelism."""
         return ceil(self.tokens, self.tensor) if self.sequence_parallel else self.tokens
 
     @cached_property
@@ -92,7 +92,7 @@ class LocalShape:
 
     @property
     def attended_kv_heads(self) -> int:
-        """Key heads of all ranks that exchange heads; where there are fewer than ranks, some get the same one."""
+        """Key heads over all ranks that exchange heads, copies counted: with fewer heads than ranks, each gets one."""
         return max(self.kv_heads, self.exchanging)
 
     def columns(self, width: int) -> int:
@@ -101,7 +101,7 @@ class LocalShape:
 
     @cached_property
     def stream_bytes(self) -> int:
-        """The residual stream between two layers."""
+        """Bytes of the residual stream between two layers."""
         return self.stream_tokens * self.spec.hidden_size * self.element_bytes
 
     @cached_property
@@ -111,7 +111,7 @@ class LocalShape:
 
     @property
     def inputs_bytes(self) -> int:
-        """The residual stream, normed, as the projections that share it keep it."""
+        """The normed residual stream, saved once for the projections that read it; fp8 codes have a byte a number."""
         return self.stream_bytes // (self.element_bytes if self.codes_inputs else 1)
 
     @cached_property
@@ -126,12 +126,12 @@ class LocalShape:
 
     @property
     def attended_key_bytes(self) -> int:
-        """Keys, or values, as attention has them."""
+        """Keys, or values, of the heads and tokens that this rank attends over, after the exchange of heads."""
         return self.tokens * self.attended_kv_heads * self.spec.head_dim * self.element_bytes
 
     @property
     def returned_bytes(self) -> int:
-        """Attention's output as other ranks send it back; else the output projection takes what attention made."""
+        """Attention's output after heads are exchanged back, a second tensor; 0 where no heads are exchanged."""
         return self.query_bytes if self.exchanging > 1 else 0
 
     def inner_bytes(self, width: int) -> int:
@@ -165,11 +165,11 @@ class LocalShape:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether layers that can, work through their tokens in tiles."""
+        """Whether layers that can be tiled are computed a tile of tokens at a time."""
         return self.tiles > 1
 
     def is_tiled(self, layer: int) -> bool:
-        """Whether layer `layer` does."""
+        """Whether layer `layer` is tiled."""
         return is_tiled(self.spec, layer, self.tiles)
 
     @property
@@ -179,7 +179,7 @@ class LocalShape:
 
     @property
     def head_groups(self) -> int:
-        """In how many groups a tiled layer's attention takes its heads."""
+        """Groups of heads that a tiled layer's attention goes through one after another."""
         return head_groups(self.attended_kv_heads // self.exchanging, self.tiles)
 
 
@@ -208,7 +208,7 @@ def shape_of_input(
     element_bytes: int,
     adapted: Adapted | None = None,
 ) -> LocalShape:
-    """The shape on a rank of `layout` whose layers take [rows, length, hidden], its part of the sequence."""
+    """The shape on a rank of `layout` whose layers get [rows, length, hidden], the rank's part of the sequence."""
     splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
     return _remembered(
         spec,
@@ -221,7 +221,7 @@ def shape_of_input(
 
 
 def _split_fields(spec: ModelSpec, layout: Layout, levers: Levers) -> dict[str, int]:
-    """What layout and levers say of a shape."""
+    """The fields of a LocalShape that follow from layout and levers."""
     is_line = layout.tensor_mesh == "1d"
     return {
         "tensor": layout.tensor_axes[2],
@@ -237,7 +237,7 @@ def _split_fields(spec: ModelSpec, layout: Layout, levers: Levers) -> dict[str, 
 
 
 def _padded_experts(spec: ModelSpec, layout: Layout) -> int:
-    """FSDP2 splits a stack of experts into whole ones: 8 over 6 ranks are 2 each, and 12 where they are gathered."""
+    """FSDP2 shards a stack of experts by whole experts: 8 over 6 ranks are 2 each, so the all-gather has 12."""
     if spec.experts is None or not layout.zero:
         return 0
     own = ceil(spec.experts.count, layout.expert)

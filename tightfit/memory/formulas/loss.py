@@ -1,9 +1,9 @@
-"""Logits and loss: in full, or a chunk at a time.
+"""Bytes of logits and loss, `plain` (all logits at once) or `fused` (a chunk of rows at a time).
 
 `plain` is linear_cross_entropy_eager: logits, a float32 copy, its log-softmax, and as much again for gradients. `fused`
-is kernels/linear_cross_entropy.py: one buffer of logits, the gradient of the hidden states, and the weight's gradient
-as a float32 sum which becomes a tensor of the weight's dtype in backward (a frozen one has none). Tensor ranks split
-the vocabulary.
+is kernels/linear_cross_entropy.py: one buffer of logits, and the gradients of the hidden states and of the output
+projection, both computed in forward. The projection's is a float32 sum that is cast to the weight's dtype in backward
+(a frozen projection has none). Tensor ranks split the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.memory.formulas.local_shape import LocalShape
 
 STATISTICS_PER_ROW = 4
-"""Float32 numbers per row that the fused loss returns."""
+"""Float32 numbers per row (token) that the fused loss returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,23 +22,23 @@ class LossCost:
     """Bytes beyond the layers' activations: while the loss is computed, kept until backward, while backward starts."""
 
     logits: int
-    """Of `forward`: the logits themselves, with what is made of them."""
+    """The part of `forward` that is logits and tensors of their size: float32 copy, log-softmax."""
     forward: int
     kept: int
     backward: int
     wide_weight_gradient: int
-    """The output projection's gradient as it is summed: part of `forward`, `kept` and `backward`."""
+    """The float32 sum of the output projection's gradient: part of `forward`, `kept` and `backward`."""
     evaluated: int
     """While the loss is computed without gradients."""
     rounds_in_place: bool = False
-    """Whether that gradient is summed in 24 bits, 16 of which are the result (kernels/split_sum.py)."""
+    """Whether that gradient is summed in 24 bits, of which 16 are the result: no cast (kernels/split_sum.py)."""
 
 
 @lru_cache(maxsize=4096)
 def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: int = FLOAT32_BYTES) -> LossCost:
-    """Of one micro-batch on a rank that computes the loss; the final norm is not part of it.
+    """The loss of one micro-batch on the rank that has the head, without the final norm.
 
-    The fused loss sums the output projection's gradient in `sum_bytes` a number.
+    The fused loss sums the output projection's gradient in `sum_bytes` per number.
     """
     return _fused(shape, allowed_bytes, sum_bytes) if fused else _plain(shape)
 
@@ -46,10 +46,10 @@ def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: 
 def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
     spec, hidden_bytes = shape.spec, shape.hidden_bytes
     statistics_bytes = shape.tokens * (STATISTICS_PER_ROW + 1) * FLOAT32_BYTES  # and their gradient
-    labels_bytes = shape.tokens * 2 * INT64_BYTES  # as they come, and as they are read
+    labels_bytes = shape.tokens * 2 * INT64_BYTES  # the labels, and the copy that the kernel reads
     chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
     wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size if shape.adapted is None else 0
-    # On a mesh its rows of the output projection with all their columns are gathered to multiply with them.
+    # On a mesh a rank all-gathers the columns of its rows of the output projection.
     gathered_bytes = shape.columns(spec.vocab_size) * spec.hidden_size * shape.element_bytes if shape.mesh_ranks else 0
     return LossCost(
         logits=chunk_bytes,
@@ -63,7 +63,7 @@ def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
 
 
 def _plain(shape: LocalShape) -> LossCost:
-    """Log-softmax is kept, and the capped logits' tanh; backward holds two gradients beside them."""
+    """Saved: log-softmax, and with a soft cap its tanh. Backward holds two float32 gradients of logits beside them."""
     count, hidden_bytes = shape.tokens * shape.columns(shape.spec.vocab_size), shape.hidden_bytes
     kept_bytes = count * FLOAT32_BYTES * (2 if shape.spec.logit_softcap else 1)
     logits_bytes = count * (shape.element_bytes + FLOAT32_BYTES) + kept_bytes
@@ -78,7 +78,8 @@ def _plain(shape: LocalShape) -> LossCost:
 
 
 def logits_chunk_bytes(shape: LocalShape, allowed_bytes: int, *, training: bool) -> int:
-    """The fused loss's buffer: what is allowed and, while training, what fits where the weight's gradient will be."""
+    """The fused loss's buffer of logits: `allowed_bytes` and, in training, as much as the narrow gradient of the weight
+    takes, which is allocated after the buffer is freed."""
     columns, element_bytes = shape.columns(shape.spec.vocab_size), shape.element_bytes
     has_gradient = training and shape.adapted is None and element_bytes < FLOAT32_BYTES
     free_bytes = columns * shape.spec.hidden_size * element_bytes if has_gradient else 0

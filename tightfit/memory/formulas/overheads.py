@@ -1,16 +1,16 @@
-"""Overheads: what a card holds besides tensors. Stated, not fitted; give your own where you have measured them.
+"""Overheads: device memory besides tensors. Constants, not fitted; pass your own `Overheads` where you measured them.
 
 - The CUDA context: driver and kernels of torch and its libraries on the card, 500 MiB on an H200 with CUDA 13 (what
   `nvidia-smi` shows for a process beyond what torch has reserved); 300 to 600 MiB on others.
 - cuBLAS takes a workspace per thread that calls it, 32 MiB on Hopper (8.1 MiB before): the thread that runs forward,
   and autograd's. Torch's allocator counts them as allocated.
-- What the allocator reserves beyond what is allocated is fragmentation and depends on the order of requests. It has no
+- Memory reserved by the allocator but not allocated is fragmentation, which depends on the order of requests. It has no
   closed form: the simulation replays it. Here it is a flat share, a margin for planning.
 
-Not counted: NCCL's own buffers, which it takes from the driver when several ranks talk.
+Not counted: NCCL's own buffers, which it takes from the driver when several ranks communicate.
 
-Beside these it says which FSDP2 holds the tensors (fsdp2.py): unless told otherwise torch 2.11's, with which the truth
-tables were measured; plans are of the torch that is installed.
+`Overheads` also has the version of FSDP2, which decides how long buffers live (fsdp2.py): by default torch 2.11's, with
+which the truth tables were measured; plans use that of the installed torch.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Overheads:
-    """Bytes of the context and of cuBLAS, and the allocator's slack as a share of what is allocated."""
+    """Bytes of the CUDA context and of cuBLAS, and the allocator's slack as a share of allocated bytes."""
 
     context_bytes: int = 500 * MIB
     workspace_bytes: int = 2 * 32 * MIB
@@ -37,11 +37,11 @@ class Overheads:
                 raise UserError(f"{name} is {value}; give 0 or more")
 
     def with_these(self, allocated_bytes: int) -> int:
-        """What is allocated, slack and context."""
+        """`allocated_bytes` with slack and context."""
         return allocated_bytes + int(allocated_bytes * self.slack_share) + self.context_bytes
 
     def lines(self, phase: Phase, allocated_bytes: int, rank: int = 0) -> list[Line]:
-        """What a ledger says of slack and context."""
+        """The ledger's lines for slack and context."""
         parts: tuple[tuple[Component, int, str], ...] = (
             ("allocator slack", int(allocated_bytes * self.slack_share), "a flat share of what is allocated"),
             ("cuda context", self.context_bytes, "driver and kernels"),
@@ -55,5 +55,5 @@ class Overheads:
 
 DEFAULT = Overheads()
 INSTALLED = Overheads(fsdp2=installed())
-"""What plans are made with."""
+"""The default of plans."""
 ON_CPU = Overheads(context_bytes=0, workspace_bytes=0, fsdp2=installed())

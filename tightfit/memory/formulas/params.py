@@ -1,8 +1,9 @@
 """Params: how many weights one rank holds of each part of the model, before data ranks split them.
 
-Tensor ranks in a line split matrices and the vocabulary and repeat norms; where there are fewer key heads than ranks,
-their projections are cut inside a head. Experts are split over `expert` data and context ranks. On a mesh of side q
-(2D, 2.5D, 3D) a rank has matrices / (q² or q³) and vectors / q. Of a frozen model, its adapters' are counted.
+Tensor ranks in a line split matrices and the vocabulary and replicate norms; where there are fewer key heads than
+ranks, a head's projection is split over several ranks. Experts are split over `expert` data and context ranks. On a
+mesh of side q (2D, 2.5D, 3D) a rank has matrices / (q² or q³) and vectors / q. Of a frozen model only the adapters'
+weights count.
 """
 
 from functools import lru_cache
@@ -13,7 +14,7 @@ from tightfit.models.spec import Latent, ModelSpec
 
 
 class Params(NamedTuple):
-    """Weights that all data ranks have, and weights of the experts that only some have."""
+    """Dense weights, which all data ranks have, and experts' weights, which only some have."""
 
     dense: int = 0
     experts: int = 0
@@ -24,17 +25,17 @@ class Params(NamedTuple):
         return self.dense + self.experts
 
     def plus(self, other: "Params", times: int = 1) -> "Params":
-        """These and `times` the others."""
+        """The sum of these and `times` the others."""
         return Params(self.dense + times * other.dense, self.experts + times * other.experts)
 
     def shard(self, ranks: int, expert: int) -> int:
-        """What one of `ranks` holds when dense weights are split over all and experts over those that share them."""
+        """Weights on one of `ranks`: dense ones are sharded over all, experts over the ranks that have the same."""
         return ceil(self.dense, ranks) + ceil(self.experts, max(1, ranks // expert))
 
 
 @lru_cache(maxsize=4096)
 def layer_params(shape: LocalShape, layer: int) -> Params:
-    """Of one layer; where FSDP2 pads a stack of experts, with the padding."""
+    """Weights of one layer, with FSDP2's padding of a stack of experts."""
     spec = shape.spec
     if shape.adapted is not None:
         return Params(sum(shape.adapted.matrices(spec)))
@@ -80,7 +81,7 @@ def _matrices(spec: ModelSpec, layer: int, tensor: int, expert: int) -> tuple[in
 
 
 def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
-    """Of latent attention: those of queries, kv_a, kv_b, o."""
+    """Sizes of latent attention's matrices: queries (one or two), kv_a, kv_b, o."""
     hidden, rank = spec.hidden_size, latent.query_rank
     queries = (hidden * rank, rank * spec.query_size) if rank else (hidden * spec.query_size,)
     shared = hidden * (latent.kv_rank + latent.rope_dim)
@@ -88,7 +89,7 @@ def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
 
 
 def vocabulary_params(shape: LocalShape) -> int:
-    """Of an embedding, or of an output projection; none where these are frozen."""
+    """Weights of the embedding, or of the output projection; 0 where the model is frozen."""
     spec = shape.spec
     if shape.adapted is not None:
         return 0
@@ -98,7 +99,7 @@ def vocabulary_params(shape: LocalShape) -> int:
 
 
 def embedding_params(shape: LocalShape) -> int:
-    """Before the first layer: tokens', and learned positions; none where these are frozen."""
+    """Weights before the first layer: of tokens and of learned positions; 0 where the model is frozen."""
     spec = shape.spec
     if shape.adapted is not None:
         return 0

@@ -1,15 +1,15 @@
-"""Pipeline: who holds which layers, and how many micro-batches are in flight on each rank.
+"""Pipeline: which layers each rank holds, and how many micro-batches are in flight there.
 
-Layers are dealt out by cut.py. A micro-batch is in flight from its forward to its backward, and its activations are
-kept meanwhile, as is what the stage sent on:
+cut.py assigns layers to stages. A micro-batch is in flight from its forward to its backward: its activations, and the
+output that the stage sent on, are kept meanwhile. With M micro-batches a step, rank r of K ranks has at most
 
     gpipe        all M                                   (Huang et al. 2019)
     1f1b         min(M, K − r) on rank r of K            (Narayanan et al. 2021a)
-    interleaved  2 (K − r − 1) + (v − 1) K + 1 pieces of a rank's v, at most M v   (Narayanan et al. 2021b)
-    zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: weights' gradients wait as long,
-                                                          on rank r those of min(M, r + 1) micro-batches)
+    interleaved  2 (K − r − 1) + (v − 1) K + 1, at most M v, each in one of a rank's v stages (Narayanan et al. 2021b)
+    zero-bubble  min(M, K) on every rank                 (Qi et al. 2023, ZB-H1: besides, min(M, r + 1) micro-batches
+                                                          on rank r ≥ 1 await their backward for weights)
     2bw          K − r on rank r, from one step into the next (Narayanan et al. 2021b, PipeDream-2BW)
-    zb-v         min(M, 2 K − r − 1) on the way down and min(M, r + 1) on the way up (Qi et al. 2024): 2 K pieces
+    zb-v         min(M, 2 K − r − 1) in its first stage and min(M, r + 1) in its second (Qi et al. 2024): 2 K in all
 
 Stages of one rank differ in size: the last has the output projection and fewer layers.
 """
@@ -33,17 +33,17 @@ class RankSpan(NamedTuple):
     first: int
     last: int
     layers_by_stage: tuple[int, ...]
-    """How many of them each of its stages has."""
+    """Layers of each of the rank's stages."""
     has_embedding: bool
     has_head: bool
 
     def shares_embedding(self, spec: ModelSpec) -> bool:
-        """Whether this rank's embedding is its output projection as well."""
+        """Whether one weight on this rank is both the embedding and the output projection."""
         return spec.tied and self.has_embedding and self.has_head
 
 
 def rank_spans(spec: ModelSpec, length: int, layout: Layout) -> tuple[RankSpan, ...]:
-    """What each pipeline rank holds; of several pieces, as many layers as if they were neighbours."""
+    """The span of each pipeline rank; several stages of a rank are treated as one run of consecutive layers."""
     if layout.pipeline == 1:
         whole = RankSpan(
             rank=0, first=0, last=spec.layers, layers_by_stage=(spec.layers,), has_embedding=True, has_head=True
@@ -78,7 +78,7 @@ def _layers_by_stage(
 
 
 def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
-    """Pipeline ranks of which one is the fullest."""
+    """Pipeline ranks that can be the fullest: only these need to be computed."""
     if layout.pipeline == 1:
         return (0,)
     every, count = levers.checkpoint_every, levers.num_checkpoints
@@ -90,10 +90,11 @@ def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[i
 def _telling_ranks(
     spec: ModelSpec, length: int, layout: Layout, micro_batches: int, *, every: int, count: int
 ) -> tuple[int, ...]:
-    """The first has most in flight and the embedding, the last the head.
+    """One or two ranks of each group of alike ranks; the first (embedding) and the last (head) are groups of their own.
 
-    Between them, of those with equal layers (`every` and `count` say which are recomputed) and gradients from before or
-    none, the first has most in flight; where backward is split, the last one has most gradients waiting for weights.
+    Ranks are alike with equal layers (`every` and `count` say which are recomputed) and if all or none of them peak
+    before their first gradients. Of a group the first has most micro-batches in flight and, where backward is split,
+    the last has most that await backward for weights.
     """
     spans = rank_spans(spec, length, layout)
     alike: dict[tuple[int, bool], list[int]] = {}
@@ -105,7 +106,7 @@ def _telling_ranks(
 
 @lru_cache(maxsize=4096)
 def _first_alike(spec: ModelSpec, spans: tuple[RankSpan, ...], *, every: int, count: int) -> tuple[int, ...]:
-    """For each rank, the first one whose layers are of the same kinds in the same order; the ends are like no other."""
+    """For each rank, the first rank with the same kinds of layers in the same order, and the same ends of the model."""
     recomputed = recomputed_layers(spec.layers, every=every, count=count)
     first: dict[tuple[object, ...], int] = {}
     found = []
@@ -116,7 +117,7 @@ def _first_alike(spec: ModelSpec, spans: tuple[RankSpan, ...], *, every: int, co
 
 
 def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches whose activations rank `rank` keeps at the fullest, of each of its stages."""
+    """Micro-batches whose activations each stage of rank `rank` keeps at the rank's peak."""
     K, v = layout.pipeline, layout.stages_per_rank
     if K == 1:
         return (1,)
@@ -128,13 +129,13 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
         return (min(micro_batches, K),)
     if layout.schedule == "zb-v":
         return min(micro_batches, 2 * K - rank - 1), min(micro_batches, rank + 1)
-    # Forwards take turns: K micro-batches in one stage, then in the next.
+    # Interleaved: a rank runs K micro-batches through one of its stages, then through the next.
     turns, begun = divmod(min(micro_batches * v, 2 * (K - rank - 1) + (v - 1) * K + 1), K * v)
     return tuple(turns * K + min(K, max(0, begun - stage * K)) for stage in range(v))
 
 
 def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
-    """The most that rank `rank` has in flight at one time, if a micro-batch in each of its stages has so much."""
+    """The most that rank `rank` keeps at one time, if one micro-batch in its stages keeps `sizes`, in any unit."""
     if layout.schedule == "interleaved":
         return most_in_turns(layout, rank, micro_batches, sizes).before_backward
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
@@ -142,7 +143,7 @@ def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[i
 
 
 class MostInTurns(NamedTuple):
-    """The most that an interleaved rank has in flight at one time, in the unit of its stages' sizes."""
+    """The most that a rank keeps at one time under the interleaved schedule, in the unit of its stages' sizes."""
 
     before_backward: int
     beside_first_stage: int
@@ -150,14 +151,14 @@ class MostInTurns(NamedTuple):
 
 
 def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
-    """Not always when there are most pieces: while a large stage's turn goes on, a small one's are finished. After a
-    few turns of all stages the schedule repeats itself."""
+    """The most under the interleaved schedule, which is not always when most micro-batches are in flight: those of a
+    large stage may enter while those of a small one leave. The schedule is periodic, so 4 K micro-batches suffice."""
     return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
 
 
 @lru_cache(maxsize=4096)
 def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
-    """By walking the schedule: forwards until the pipeline is full, then a backward after each, then the rest."""
+    """Step through the schedule: forwards until the pipeline is full, then one forward one backward, then backwards."""
     v = len(sizes)
     pieces = micro_batches * v
     full = min(pieces, 2 * (K - rank - 1) + (v - 1) * K + 1)
@@ -174,9 +175,9 @@ def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]
 
 
 def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
-    """Whether rank `rank` is fullest before its first backward for weights has ended, when there are no gradients.
+    """Whether rank `rank` runs all forwards before its first backward, so that its peak may have no gradients yet.
 
-    Without a flush between steps there always are some.
+    False without a flush between steps: gradients of the step before then exist.
     """
     if layout.has_two_versions:
         return False

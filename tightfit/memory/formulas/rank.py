@@ -1,4 +1,4 @@
-"""RankMemory: everything that the moments of a step on one pipeline rank are made of."""
+"""RankMemory: the parts (states, weights, gradients, loss, …) from which step.py adds up a pipeline rank's moments."""
 
 from copy import copy
 
@@ -22,10 +22,10 @@ from tightfit.memory.formulas.working_weights import WorkingWeights
 
 
 class RankMemory:
-    """One rank: its shapes, and how it holds what in the first backward that it is fullest in."""
+    """One rank at the first backward in which it may be fullest."""
 
     second_backward: "RankMemory | None" = None
-    """The same rank where it may be fuller in its second backward than in its first, which has no earlier gradients."""
+    """The same rank in its second backward, which may be fuller: fewer activations, but gradients of the first."""
 
     def __init__(
         self, workload: Workload, layout: Layout, levers: Levers, number: int, overheads: Overheads = DEFAULT
@@ -48,14 +48,14 @@ class RankMemory:
         )
         rounds = workload.rounding is not None
         self.weights = WorkingWeights(layout, levers, stage, self.states, micro_batches, overheads.fsdp2, rounds=rounds)
-        """As forward and backward use them."""
+        """Weights in the form that forward and backward use."""
         flying = in_flight(layout, stage, self.loss.kept, micro_batches, self.shape.stream_bytes)
         self._begin_backward(flying)
         self.arriving_bytes = checkpoint_bytes(self.shape, levers) if stage.offloaded else 0
         """A checkpoint on its way from the host."""
         self.resident = self._resident(workload, overheads)
         self.host = self.states.host._replace(teacher=self.teacher.host_weights)
-        if stage.offloaded:  # of every micro-batch in flight those of the layers of its stage
+        if stage.offloaded:  # every micro-batch in flight has offloaded inputs in the stages it has passed
             waiting = most_in_flight(layout, stage.span.rank, micro_batches, stage.offloaded_by_stage)
             self.host = self.host._replace(checkpoints=waiting * self.arriving_bytes)
         freed_bytes = flying.freed_bytes
@@ -69,7 +69,7 @@ class RankMemory:
             self.second_backward._begin_backward(second)
 
     def _begin_backward(self, flying: InFlight) -> None:
-        """What depends on which backward it is."""
+        """Set the attributes that differ between the first and the second backward."""
         self.gradients = Gradients(
             self.layout,
             self.levers,
@@ -85,18 +85,18 @@ class RankMemory:
             "outside_layers": self.stage.tables_bytes,
             "earlier_gradients": self.gradients.earlier_bytes,
         }
-        """What every moment of forward and backward has, as fields of StepMoment."""
+        """Fields of StepMoment that are the same at every moment of forward and backward."""
         self.with_final_norm = {**self.throughout, "outside_layers": self.stage.outside_bytes}
-        """The same for moments with all layers' activations: the final norm has kept its input."""
+        """The same after the last layer's forward: the final norm has saved its input."""
         self.at_embedding = {**self.throughout, "other_micro_batches": flying.beside_embedding_bytes}
         """The same when backward has reached the embedding."""
 
     def _resident(self, workload: Workload, overheads: Overheads) -> Resident:
-        """What is on the GPU from the first step to the last."""
+        """Bytes on the GPU from the first step to the last."""
         stage, states, two_versions = self.stage, self.states, self.layout.has_two_versions
         unsplit = _unsplit_bytes(self.layout, self.levers, stage, states)
-        # Gradients of a step that is over in a pipeline without a flush wait for the norm, and where the embedding is
-        # tied the last stage's copy of it for the first stage's.
+        # Without a flush, gradients of the step before wait for the global norm over all stages; the last stage's copy
+        # of a tied embedding also waits for the first stage's gradient.
         awaited = stage.vocabulary if self.shape.spec.tied and stage.span.has_head else 0
         finished_bytes = states.kept_gradient_bytes * (states.owned + awaited)
         return states.resident._replace(
@@ -112,14 +112,14 @@ class RankMemory:
 
 
 def frozen_bytes(workload: Workload) -> int:
-    """The model under adapters; 0 where that itself is trained."""
+    """Bytes of the frozen model under adapters; 0 without adapters."""
     adapted = workload.adapted
     return 0 if adapted is None else adapted.frozen_bytes(workload.spec, workload.weight_bytes)
 
 
 def _unsplit_bytes(layout: Layout, levers: Levers, stage: StageMemory, states: States) -> int:
-    """What the allocator counts with the weights, masters and moments of every matrix beyond their bytes (segments.py);
-    those on the host are not the allocator's."""
+    """Bytes that the allocator counts beyond the tensors' own (segments.py), for weights, masters and moments of every
+    matrix that are on the GPU."""
     widths: list[float] = [states.element_bytes] if states.resident.weights else []
     if not states.host.moments:
         moments = 1 if levers.optimizer_states == "factored" else 2
@@ -136,7 +136,7 @@ def _unsplit_bytes(layout: Layout, levers: Levers, stage: StageMemory, states: S
 
 
 def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
-    """Weights that pass through one buffer from the host: a layer's or, to be gathered, a group's shard."""
+    """Weights copied from the host into one GPU buffer: a layer's or, under FSDP2, the shard of its largest group."""
     if not layout.zero:
         return stage.widest
     ranks = layout.sharing

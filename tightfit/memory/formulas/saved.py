@@ -5,7 +5,7 @@ keep their input and one or two float32 per row; rope keeps its tables only; fla
 (which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and computes
 their product again. A test compares each layer's bytes with what autograd really keeps.
 
-Other engines compute in single operations and keep what goes into each besides: `engine_saved`.
+Other engines compute norms, rope and gates in unfused operations, and also save the inputs of each: `engine_saved`.
 """
 
 from functools import lru_cache
@@ -22,18 +22,18 @@ SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
 
 
 class SavedTensor(NamedTuple):
-    """One tensor kept for backward, or some of equal size."""
+    """One tensor kept for backward, or several of equal size."""
 
     kind: SavedKind
     name: str
     bytes: int
     why: str
     tensors: int = 1
-    """How many of equal size have these `bytes` together."""
+    """Number of tensors of equal size; `bytes` is their sum."""
 
 
 class SavedBytes(NamedTuple):
-    """Saved tensors added up by kind, and what the allocator counts with them (segments.py)."""
+    """Bytes of saved tensors by kind; `unsplit` is what the allocator counts beyond them (segments.py)."""
 
     residual: int = 0
     norms: int = 0
@@ -45,7 +45,7 @@ class SavedBytes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
-    """Of a layer's first half: from the residual stream to the attention's output before it is added."""
+    """Tensors saved by a layer's first half: from the residual stream to attention's projected output."""
     spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
     saved = [
         SavedTensor("residual", "layer input", shape.stream_bytes, "row_norm keeps its input"),
@@ -66,7 +66,7 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
 
 
 def attended(shape: LocalShape) -> list[SavedTensor]:
-    """Of attention itself."""
+    """Tensors saved by attention itself."""
     spec = shape.spec
     logsumexp_bytes = FLOAT32_BYTES * shape.tokens * shape.heads
     saved = [
@@ -95,7 +95,8 @@ def _norm_saved(spec: ModelSpec, name: str, input_bytes: int, rows: int) -> list
 
 
 def _latent_saved(shape: LocalShape) -> list[SavedTensor]:
-    """Of latent attention (models/latent_attention.py): each small vector before and after its norm."""
+    """Tensors saved by latent attention's down-projections (models/latent_attention.py): each latent vector before and
+    after its norm."""
     latent, saved = shape.spec.latent, list[SavedTensor]()
     if latent is None:
         return saved
@@ -109,7 +110,7 @@ def _latent_saved(shape: LocalShape) -> list[SavedTensor]:
 
 @lru_cache(maxsize=4096)
 def mlp_saved(shape: LocalShape, layer: int) -> tuple[SavedTensor, ...]:
-    """Of the second half: from the sum with the attention's output to the MLP's output before it is added."""
+    """Tensors saved by a layer's second half: from the residual sum after attention to the MLP's output."""
     spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
     input_bytes = shape.stream_bytes if spec.is_routed(layer) else shape.inputs_bytes
     saved = [
@@ -143,9 +144,10 @@ def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
 
 
 def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
-    """What kernels/routed_mlp.py keeps: gate and up of every (token, expert) row.
+    """Tensors saved by kernels/routed_mlp.py: gate and up of every (token, expert) row, and the routing.
 
-    Expert ranks (parallel/expert.py, in balance) keep what they received, and the way of their rows on both sides.
+    Expert ranks (parallel/expert.py; load assumed balanced) also keep the rows they received, and the permutation of
+    rows before sending and after receiving.
     """
     spec, tokens, element_bytes, experts = shape.spec, shape.tokens, shape.element_bytes, shape.spec.experts
     assert experts is not None
@@ -179,7 +181,8 @@ def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
 
 
 def product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
-    """Results of the output projection and of the MLP's, the last only where a norm or a router needs it."""
+    """Products kept by `checkpoint_keep: matmuls` beside attention's: the output projection's result, gate and up; the
+    down projection's only where a norm or a router needs it."""
     spec, hidden_bytes, experts = shape.spec, shape.hidden_bytes, shape.spec.experts
     saved = [SavedTensor("attention", "projected output", hidden_bytes, "the sum with the residual is made again")]
     if experts is None or not spec.is_routed(layer):
@@ -203,8 +206,8 @@ def product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
 
 
 def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
-    """What other engines keep of a layer besides: a float32 copy of what a norm scales, rope's halves, the activated
-    gate and the product; where tensor ranks gather a block's input, some keep it whole."""
+    """Tensors that other engines save beyond tightfit's: float32 copies of norms' inputs, rope's products, the
+    activated gate and its product with up; some keep the input that tensor ranks all-gather for a block."""
     if shape.engine_name == "tightfit":
         return []
     spec, memory = shape.spec, ENGINES[shape.engine_name].memory
@@ -225,5 +228,5 @@ def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
 
 
 def statistic_bytes(spec: ModelSpec, rows: int) -> int:
-    """What a norm keeps per row: 1/rms, and the mean of a LayerNorm."""
+    """Statistics that a norm saves per row: 1/rms, and the mean of a LayerNorm."""
     return FLOAT32_BYTES * rows * (2 if spec.norm == "layer" else 1)

@@ -1,10 +1,10 @@
-"""Segments: what PyTorch's allocator counts for one tensor beyond its own bytes, as far as that has a closed form.
+"""Segments: bytes that PyTorch's allocator counts for a tensor beyond its own, as far as that has a closed form.
 
 Requests are rounded to 512 bytes. Those up to 1 MiB come from segments of 2 MiB, others below 10 MiB from segments of
-20 MiB, the rest from segments of their own, rounded to 2 MiB. Of a large segment, up to 1 MiB that would be left over
-is not split off: it counts as allocated with the block before it (c10/cuda/CUDACachingAllocator.cpp; allocator.py
-replays all of it). For tensors that live as long as the run, layer after layer, this is a fixed share, and for large
-ones that are kept for backward; for others it depends on the order of requests and is left to the simulation.
+20 MiB, the rest from segments of their own, rounded to 2 MiB. A remainder of a large segment of up to 1 MiB is not
+split off: it counts as allocated with the block before it (c10/cuda/CUDACachingAllocator.cpp; allocator.py replays all
+of it). These remainders are a fixed share of tensors that live as long as the run, and of large tensors saved for
+backward; for other tensors they depend on the order of requests and are left to the simulation.
 """
 
 from functools import lru_cache
@@ -33,7 +33,7 @@ def segment_bytes(size: int) -> int:
 
 
 def unsplit_rest(tensor_bytes: int) -> int:
-    """Counted with a tensor that has a segment of its own, beyond its bytes."""
+    """Unsplit remainder of a tensor with a segment of its own; 0 for smaller tensors."""
     size = rounded(tensor_bytes)
     rest_bytes = segment_bytes(size) - size
     return rest_bytes if size >= OWN_SEGMENT_BYTES and rest_bytes <= SMALL_BYTES else 0
@@ -41,8 +41,8 @@ def unsplit_rest(tensor_bytes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def unsplit_bytes(matrices: tuple[int, ...], weight_bytes: float, ranks: int) -> int:
-    """Counted with a layer's matrices beyond their bytes, each a tensor of `weight_bytes` a weight split over `ranks`:
-    the share of one of several layers that live as long as the run."""
+    """Unsplit remainders per layer, where a layer's matrices are allocated once for the run, layer after layer, each a
+    tensor of `weight_bytes` per weight sharded over `ranks`: the mean of REPLAYED_LAYERS layers, best fit."""
     sizes = [rounded(int(weight_bytes * matrix) // ranks) for matrix in matrices]
     free: list[int] = []
     not_split_off = 0

@@ -1,10 +1,10 @@
-"""Serving: weights in their format, keys and values of the requests, and the work of one forward pass.
+"""Serving: bytes of the weights in their format, of the key/value cache, and of one forward pass.
 
 Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
 scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
-there. The cache holds what every layer can still see: all tokens, or the last `window` of them. In int8 or fp8 the
-key or value of a token and head is D bytes and a scale. Of latent attention a token has one small vector a layer.
-Limits: no pages, whose last one per request is half empty on average.
+there. The cache holds the tokens that a layer can still attend to: all, or the last `window`. In int8 or fp8 the key or
+value of a token and head is D bytes and a scale. With latent attention a token has one small vector per layer.
+Limits: blocks of the paged cache are not counted, of which the last per request is half empty on average.
 """
 
 from typing import Literal, NamedTuple
@@ -26,7 +26,7 @@ PREFILL_TOKENS = 2048
 
 
 class Block(NamedTuple):
-    """`bytes` that hold `weights` weights."""
+    """A quantization block: `bytes` hold `weights` weights."""
 
     bytes: int
     weights: int
@@ -50,7 +50,7 @@ def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
 
 
 def small_params(spec: ModelSpec) -> int:
-    """Weights that are no matrix: norms, biases, learned positions."""
+    """Weights that are not quantized: norms, biases, learned positions."""
     norms = spec.norm_params * spec.norms_per_layer + spec.qk_norm_params
     attention = (spec.query_size + 2 * spec.kv_size) * spec.qkv_bias + spec.hidden_size * spec.output_bias
     mlp = (spec.up_projections * spec.mlp_size + spec.hidden_size) * spec.mlp_bias
@@ -67,14 +67,14 @@ def cache_bytes(
 
 
 def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, form: CacheFormat = "model") -> int:
-    """Of one token in all layers, before any window is full."""
+    """Cache bytes of one token in all layers, before any window is full."""
     return layer_token_bytes(spec, element_bytes, form) * spec.layers
 
 
 def stored_vectors(spec: ModelSpec) -> tuple[int, int, int]:
-    """What a layer's cache has of one token: kinds of vectors (keys, values), heads of each, and their width.
+    """Vectors that a layer caches per token: kinds (keys, values), heads of each, and width.
 
-    Of latent attention it is one vector, which keys and values of all heads are made of (serve/cache/latent.py).
+    Latent attention caches one vector, from which keys and values of all heads are projected (serve/cache/latent.py).
     """
     if spec.latent is not None:
         return 1, 1, spec.latent.kv_rank + spec.latent.rope_dim
@@ -82,7 +82,7 @@ def stored_vectors(spec: ModelSpec) -> tuple[int, int, int]:
 
 
 def layer_token_bytes(spec: ModelSpec, element_bytes: int, form: CacheFormat) -> int:
-    """Of one token in one layer."""
+    """Cache bytes of one token in one layer."""
     kinds, heads, width = stored_vectors(spec)
     return kinds * heads * (width * element_bytes if form == "model" else width + SCALE_BYTES)
 
@@ -100,10 +100,10 @@ def serving_ledger(
     copied_bytes: int = 0,
     element_bytes: int = 2,
 ) -> Ledger:
-    """A server of `requests` requests of `length` tokens, reading prompts in pieces.
+    """The ledger of a server of `requests` requests of `length` tokens, with chunked prefill of PREFILL_TOKENS.
 
-    `stored_bytes` are the weights of a compressed model, `expanded_bytes` what one of its matrices takes in use, and
-    `copied_bytes` a copy of weights that products read; a number that is computed takes `element_bytes`.
+    `stored_bytes`: weights of a compressed model; `expanded_bytes`: one of its matrices dequantized for a product;
+    `copied_bytes`: a 16-bit copy of the weights that a CPU's products read; `element_bytes`: of a computed number.
     """
     prompt = LocalShape(spec, rows=1, length=min(PREFILL_TOKENS, length), element_bytes=element_bytes)
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)

@@ -1,11 +1,11 @@
-"""Stage: what shapes say about one pipeline rank and one micro-batch, found once and remembered.
+"""Stage: bytes of one pipeline rank that depend only on shapes and on what layers keep, for one micro-batch; cached.
 
-A search tries many ways of holding weights for each. Layers alike (routed or not, windowed or not, what they keep) are
-a kind. From one layer of a kind to the next, what is kept shrinks and gradients grow by the same amounts, so backward
-is fullest at the first or the last of a kind: only these are visited, and two for FSDP2: the last layer but one, as
-what a layer's gradients were reduced from is there beside every layer but the last, and the second, as the next layer's
-weights are gathered beside every layer but the first. Where no more than so many bytes of gradients wait
-for the host, they stop growing in between, and every moment of every layer is visited.
+A search tries many ways of holding weights for each. Layers that are alike (routed or not, windowed or not, kept level)
+are a kind. Going backward from one layer of a kind to the next, saved tensors shrink and gradients grow by constant
+amounts, so backward peaks at the first or the last layer of a kind: only these are visited. For FSDP2 two more are:
+the last but one, because every layer but the last has the reduce-scatter buffer of the layer after it beside it; and
+the second, because every layer but the first has prefetched weights beside it. Where offload bounds the bytes of
+waiting gradients, growth stops somewhere in between, and every moment of every layer is visited.
 """
 
 from collections import Counter
@@ -30,36 +30,36 @@ from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statisti
 
 
 class LayerKind:
-    """Layers that are alike, which share one of these."""
+    """Bytes and weights of one layer, shared by all layers that are alike."""
 
     def __init__(self, shape: LocalShape, layer: int, level: KeepLevel) -> None:
-        """Of layers like `layer`, which keep `level`."""
+        """The kind of `layer`, which keeps `level`."""
         params, cost, element_bytes = layer_params(shape, layer), layer_cost(shape, layer), shape.element_bytes
         self.is_recomputed = level != "everything"
         self.weights = params.all
         self.apart_weights = apart = params.experts if shape.expert > 1 else 0
-        """Of `weights`, experts that FSDP2 has in a group apart (parallel/data.py), as other ranks hold other ones."""
+        """Part of `weights`: experts that expert ranks split, an FSDP2 group of their own (parallel/data.py)."""
         padding_share = 1 - shape.experts / shape.padded_experts if shape.padded_experts else 0.0
         self.padding_weights = round(padding_share * params.experts)
-        """Of `weights`, those that FSDP2 pads a stack of experts with, which have no gradient (local_shape.py)."""
+        """Part of `weights` that is FSDP2's padding of a stack of experts and has no gradient (local_shape.py)."""
         self.saved = saved_bytes(shape, layer, level)
         self.working_bytes = cost.forward_working
-        """Alive in a forward that keeps nothing."""
+        """Peak of a forward without autograd, which saves nothing."""
         self.moments = (cost.recompute, *cost.backward) if self.is_recomputed else cost.backward
-        """Of its backward, and of computing it again where it is."""
+        """Moments of its backward, after that of its recomputation if it is recomputed."""
         self.fullest_growing = max(
             self.moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)
         )
-        """The fullest of `moments` where gradients of weights are new."""
+        """The fullest of `moments` where all gradients of the layer's weights are new tensors."""
         self.fullest_summing = max(self.moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes))
-        """The fullest of `moments` where gradients of weights are added to sums that are there."""
+        """The fullest of `moments` where gradients of weights are added to existing sums as they are made."""
         kept_by_attention = sum(tensor.bytes for tensor in attention_saved(shape))
         self.reduction_bytes = kept_by_attention + shape.hidden_bytes if apart else 0
-        """Activations when gradients of experts apart are reduced: what attention kept, and the gradient of the MLP's
-        input."""
+        """Activations when gradients of split experts are reduced: attention's saved tensors, and the gradient of the
+        MLP's input."""
         of_attention = (each.activation_bytes for each in self.moments if each.name == "attention")
         self.attention_bytes = sum(of_attention) if apart else 0
-        """Activations in attention's backward, after that."""
+        """Activations in attention's backward, which follows that reduction."""
 
 
 _remembered_kind = lru_cache(maxsize=65536)(LayerKind)
@@ -70,11 +70,11 @@ class LayerVisit(NamedTuple):
 
     kind: LayerKind
     saved_before: SavedBytes
-    """What the layers before it keep."""
+    """Saved tensors of the layers before it."""
     done_weights: int
-    """Of the layers after it, which are done."""
+    """Weights of the layers after it, whose backward is done."""
     moment: LayerMoment
-    """The fullest of its kind where gradients of weights are new; where every layer is visited, each in turn."""
+    """The kind's `fullest_growing`; where every layer is visited, each of the kind's moments in turn."""
     is_first: bool
     is_last: bool
     is_inner: bool
@@ -95,7 +95,7 @@ class StageMemory:
         offloaded: int,
         every_layer: bool = False,
     ) -> None:
-        """Of a stage whose layers keep `levels`, of the first `offloaded` recomputed ones the input on the host."""
+        """A stage whose layers keep `levels`; inputs of its first `offloaded` recomputed layers are on the host."""
         kinds = _layer_kinds(shape, span.first, levels)
         counts = Counter(kinds)
         self.span = span
@@ -103,18 +103,18 @@ class StageMemory:
         """Weights of all, and of the layers."""
         self.weights, self.layer_weights = self.params.all, self.layer_params.all
         self.padding_weights = sum(count * kind.padding_weights for kind, count in counts.items())
-        """Of those, what FSDP2 pads stacks of experts with, which have no gradient (local_shape.py)."""
+        """Part of `weights` that is FSDP2's padding of stacks of experts and has no gradient (local_shape.py)."""
         self.widest = max(kind.weights for kind in counts)
         """Weights of the layer that has most."""
         self.widest_dense = max(kind.weights - kind.apart_weights for kind in counts)
-        """Weights of the largest group that FSDP2 gathers at once of a layer, without those of experts apart."""
+        """Weights of the largest FSDP2 group of a layer, without split experts."""
         self.widest_group = max(self.widest_dense, *(kind.apart_weights for kind in counts))
-        """Weights of the largest such group, experts apart or not."""
+        """Weights of the largest FSDP2 group, groups of split experts included."""
 
         self.vocabulary = vocabulary_params(shape)
-        """Weights of the embedding or the output projection."""
+        """Weights of the embedding, and of the output projection: as many."""
         self.shares_embedding = span.shares_embedding(shape.spec)
-        """Whether these two are one."""
+        """Whether the two are one (tied) weight on this rank."""
         self.outside = self.weights - self.layer_weights
         """Weights outside layers: of an untied embedding, and of the root."""
         self.embedding = self.vocabulary if span.has_embedding and not self.shares_embedding else 0
@@ -127,29 +127,29 @@ class StageMemory:
         self.offloaded = offloaded
         """Recomputed layers whose input is on the host."""
         self.offloaded_by_stage = _by_stage(levels, span.layers_by_stage, offloaded)
-        """How many of them each stage of the rank has."""
+        """`offloaded` by stage of the rank."""
         self.saved = _saved(shape, counts, offloaded)
         """Activations of one micro-batch that layers keep on the GPU."""
         self.tables_bytes = _tables_bytes(shape, span)
-        """Kept outside the layers while these run backward: rope tables, tokens by expert."""
+        """Bytes outside the layers while these run backward: rope tables, counts of tokens by expert."""
         norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
         self.outside_bytes = self.tables_bytes + norm_bytes
         """The same with the final norm's input."""
         self.forward_extra_bytes = forward_extra(shape, span.last - 1, levels[-1])
-        """Alive besides when forward ends its last layer."""
+        """Temporaries beside the saved tensors when forward ends its last layer."""
         self.working_bytes = max(kind.working_bytes for kind in counts)
-        """Alive in a forward that keeps nothing."""
+        """Peak of a layer's forward without autograd."""
         self.for_weights_bytes = len(levels) * _for_weights_bytes(shape)
         """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
         self.visits = tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1]
-        """From the last layer to the first."""
+        """Layers at which backward may be fullest, from the last to the first."""
 
 
 remembered_stage = lru_cache(maxsize=65536)(StageMemory)
 
 
 def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: LocalShape, rank: int) -> StageMemory:
-    """What pipeline rank `rank` of `layout` has."""
+    """The StageMemory of pipeline rank `rank` of `layout`."""
     span = rank_spans(workload.spec, workload.sequence_length, layout)[rank]
     levels = layer_levels(shape, levers, range(span.first, span.last))
     offloaded = 0
@@ -160,7 +160,7 @@ def stage_memory(workload: Workload, layout: Layout, levers: Levers, shape: Loca
 
 
 def checkpoint_bytes(shape: LocalShape, levers: Levers) -> int:
-    """The input of a recomputed layer on the host."""
+    """Bytes of one recomputed layer's input on the host."""
     return stored_bytes(shape.stream_tokens, shape.spec.hidden_size, shape.element_bytes, levers.checkpoint_format)
 
 
@@ -178,7 +178,7 @@ def stage_params(shape: LocalShape, span: RankSpan) -> tuple[Params, Params]:
 
 
 def _by_stage(levels: tuple[KeepLevel, ...], layers_by_stage: tuple[int, ...], offloaded: int) -> tuple[int, ...]:
-    """Of the first `offloaded` layers that are recomputed, how many are in each stage."""
+    """How many of the first `offloaded` recomputed layers each stage has."""
     ends = tuple(accumulate(layers_by_stage))
     recomputed = [layer for layer, level in enumerate(levels) if level != "everything"][:offloaded]
     return tuple(
@@ -188,7 +188,7 @@ def _by_stage(levels: tuple[KeepLevel, ...], layers_by_stage: tuple[int, ...], o
 
 @lru_cache(maxsize=65536)
 def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -> tuple[LayerKind, ...]:
-    """Of the layers from `first` on, which keep `levels`."""
+    """Kinds of the layers from `first` on, which keep `levels`."""
     spec, kinds, found = shape.spec, dict[object, LayerKind](), list[LayerKind]()
     for layer, level in enumerate(levels, first):
         traits = *spec.traits_of(layer), level
@@ -199,7 +199,7 @@ def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -
 
 
 def _saved(shape: LocalShape, counts: Mapping[LayerKind, int], offloaded: int) -> SavedBytes:
-    """What so many layers of each kind keep; of the first `offloaded` recomputed ones the input is not there."""
+    """Saved tensors on the GPU of `counts` layers of each kind, without the first `offloaded` recomputed inputs."""
     total = SavedBytes()
     for kind, count in counts.items():
         total = SavedBytes(*[sum_ + count * size for sum_, size in zip(total, kind.saved, strict=True)])
@@ -221,7 +221,7 @@ def _visits(
     for index in visited:
         kind, before = kinds[index], Counter(kinds[:index])
         recomputed_before = _recomputed(before)
-        # A recomputed layer, this one or one after it, has called the one before, whose input is on the host.
+        # A recomputed layer, this one or one after it, prefetches the input of the recomputed layer before it.
         called = kind.is_recomputed or _recomputed(counts) > recomputed_before
         visit = LayerVisit(
             kind=kind,
@@ -237,14 +237,15 @@ def _visits(
 
 
 def _for_weights_bytes(shape: LocalShape) -> int:
-    """Of a layer: the gradients of what its projections, its norms and its MLP made."""
+    """Of one layer: gradients of the outputs of q, k, v (tokens × columns), and 4 of the stream's size for the outputs
+    of the norms, the output projection and the MLP."""
     qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
     return shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
 
 
 def _tables_bytes(shape: LocalShape, span: RankSpan) -> int:
-    """Rope keeps cosines and sines, one row for all, learned positions their numbers; each routed layer counts every
-    expert's tokens, and dropped ones (models/mlp.py), from step to step."""
+    """Rope's tables of cosines and sines [length, pairs], shared by all rows; learned positions' indices; and in each
+    routed layer int32 counters of every expert's tokens, and of dropped ones (models/mlp.py)."""
     spec, layers = shape.spec, range(span.first, span.last)
     ropes = {rope for layer in layers if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)

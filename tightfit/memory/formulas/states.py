@@ -2,12 +2,12 @@
 
 Mixed precision with Adam (Micikevicius et al. 2017; Rajbhandari et al. 2020): 2 weights + 2 gradients + 4 master
 weights + 4 + 4 moments = 16 bytes. ZeRO-1 splits masters and moments over data ranks, ZeRO-2 gradients too, ZeRO-3
-weights too. `States` are what parallel/data.py makes of it with FSDP2, where the float32 shards are the masters
-and 16-bit weights exist while gathered only. With masters on the host, FSDP2's shards and their gradients have 16 bits.
+weights too. `States` counts them as parallel/data.py implements ZeRO with FSDP2: the float32 shards are the masters,
+and 16-bit weights exist only while gathered. With masters on the host, FSDP2's shards and their gradients have 16 bits.
 
-Offload (levers/offload.py): matrices' moments, masters and with `weights` the layers' weights are on the host; they
-pass through a ring of staging memory on the GPU to be updated there, and layers' weights through two slots.
-`offload_keep_bytes` are filled with what belongs to the vocabulary's matrices, then to the first layers'.
+Offload (levers/offload.py): moments and masters of matrices, and with `offload: weights` the layers' weights, are on
+the host. States pass through a ring of staging buffers on the GPU to be updated there, layers' weights through two
+slots. `offload_keep_bytes` keep states on the GPU: first the vocabulary's matrices', then the first layers'.
 """
 
 from tightfit.jobs.layout import Layout
@@ -30,7 +30,7 @@ from tightfit.memory.formulas.story import OnHost, Resident
 
 
 class States:
-    """What one rank holds of its weights from the first step to the last."""
+    """Bytes per weight, and bytes of weights, masters and moments that one rank holds throughout the run."""
 
     def __init__(
         self,
@@ -41,25 +41,25 @@ class States:
         in_layers: Params,
         streamed_at_once: int = 0,
     ) -> None:
-        """Of a rank that has `params`, some of them `in_layers`, before data ranks split them; layers' weights that are
-        on the host come `streamed_at_once` at a time."""
+        """A rank with `params`, of which `in_layers` are in layers, before data ranks split them; layers' weights on
+        the host are copied to the GPU `streamed_at_once` at a time."""
         has_masters, is_offloaded = workload.has_masters, offloads_states(levers)
         shards_are_masters = layout.zero > 0 and has_masters and not is_offloaded
         self.ranks = layout.sharing
-        """That share one copy of the weights, where ZeRO splits them."""
+        """Ranks that share one copy of the weights, where ZeRO splits them."""
         self.owned = params.shard(self.ranks, layout.expert) if layout.zero else params.all
         """Weights that this rank updates: all of its own, or a shard."""
         self.element_bytes = workload.weight_bytes
-        """Of a weight, and of its gradient, in forward and backward."""
+        """Bytes of a weight, and of its gradient, in forward and backward."""
         self.updated_bytes = FLOAT32_BYTES if has_masters else self.element_bytes
-        """Of a weight as the optimizer updates it: float32 where masters are."""
+        """Bytes of the number that the optimizer updates: 4 with masters, else those of the weight."""
         self.moment_bytes = moment_bytes(levers, wide=workload.updates_wide)
-        """Of both its moments."""
+        """Bytes of both moments of a weight."""
         whole_gradient_bytes = max(self.element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
         self.kept_gradient_bytes = self.updated_bytes if shards_are_masters else whole_gradient_bytes
-        """Of a gradient as it is kept: under FSDP2 in the dtype of the shards, float32 where these are the masters."""
+        """Bytes of a gradient kept for the update: under FSDP2 in the shards' dtype, float32 if they are masters."""
         self.reduced_gradient_bytes = self.updated_bytes if layout.zero else self.element_bytes
-        """Of a gradient as FSDP2 reduces it, and ZeRO-1 sums it over micro-batches: float32 where masters are."""
+        """Bytes of a gradient in FSDP2's reduce-scatter, and in ZeRO-1's sum over micro-batches: 4 with masters."""
         self.streams_weights = offloads_weights(levers)
         """Whether layers' weights are on the host."""
         self.resident = Resident(
@@ -75,7 +75,7 @@ class States:
             self._move_to_host(self.owned - kept, owned_in_layers, streamed_at_once, round(ring_bytes))
 
     def _move_to_host(self, offloaded: int, owned_in_layers: int, streamed_at_once: int, ring_bytes: int) -> None:
-        """States of `offloaded` weights, and layers' weights where these are streamed."""
+        """Move the states of `offloaded` weights, and layers' weights where these are streamed."""
         resident, element_bytes = self.resident, self.element_bytes
         share = offloaded / self.owned if self.owned else 0.0
         streamed = min(offloaded, owned_in_layers) if self.streams_weights and resident.weights else 0
@@ -95,8 +95,8 @@ class States:
 
 
 def passing_bytes(workload: Workload, levers: Levers) -> float:
-    """Of one weight whose states are on the host, what passes to be updated: its moments, and its master or, where
-    weights are offloaded too and have none, itself."""
+    """Bytes per weight that are copied to the GPU and back for an update of states on the host: moments, and the master
+    or, where weights are offloaded and have no masters, the weight itself."""
     moments_bytes = moment_bytes(levers, wide=workload.updates_wide)
     if workload.has_masters:
         return moments_bytes + FLOAT32_BYTES
@@ -104,14 +104,15 @@ def passing_bytes(workload: Workload, levers: Levers) -> float:
 
 
 def offloaded_bytes(workload: Workload, levers: Levers) -> float:
-    """Of one weight, what the GPU is relieved of: what passes, and the weight that is made of a master again."""
+    """Bytes per weight that offloading frees on the GPU: `passing_bytes`, and a weight that is cast from its master
+    whenever it is streamed in."""
     is_made_again = workload.has_masters and offloads_weights(levers)
     return passing_bytes(workload, levers) + (workload.weight_bytes if is_made_again else 0)
 
 
 def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
-    """Of `count` weights, those that `offload_keep_bytes` keep on the GPU, at `each_bytes`: whole vocabulary matrices
-    (or shards), then layers."""
+    """How many of `count` weights `offload_keep_bytes` keep on the GPU, at `each_bytes` per weight: whole vocabulary
+    matrices (or their shards) first, then layers."""
     spec = workload.spec
     matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.sharing if layout.zero else 1)
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2

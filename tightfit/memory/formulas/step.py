@@ -1,8 +1,8 @@
-"""The moments of a step: forward, the loss, backward, the optimizer; and of evaluation, which keeps nothing.
+"""The moments of a step: forward, the loss, backward, the optimizer; and of evaluation, which saves no activations.
 
 Forward fills memory layer by layer and is fullest at its end. In backward activations shrink from the last layer to the
 first while gradients of weights grow (gradients.py): it begins at the loss, goes through the layers, under FSDP2 with a
-reduction after each, and ends at the embedding. The optimizer has all gradients and what updating makes beside them.
+reduce-scatter after each, and ends at the embedding. The update has all gradients and its own temporaries beside them.
 """
 
 from tightfit.jobs.precision import FLOAT32_BYTES, INT64_BYTES
@@ -17,12 +17,13 @@ from tightfit.memory.formulas.story import StepMoment, fullest
 SMALL_EMBEDDING_TOKENS = 3072
 ROWS_PER_PARTIAL = 10
 SORTED_INDICES = 4
-"""Of torch's embedding_dense_backward (EmbeddingBackwardKernel.cu): up to how many tokens it sums in place, rows per
-partial sum, and int64 per token while it sorts them."""
+"""torch's embedding_dense_backward (EmbeddingBackwardKernel.cu): the most tokens for which it needs no workspace, rows
+per partial sum, and int64 indices per token while it sorts them."""
 
 
 def forward(rank: RankMemory) -> list[StepMoment]:
-    """Fullest at its end; or at its start, with gradients that wait for the host or weights that FSDP2 gathers."""
+    """Moments at which forward may be fullest: its end; or its start, with gradients that still wait for offloaded
+    updates or weights that FSDP2 gathers."""
     stage, weights, gradients = rank.stage, rank.weights, rank.gradients
     end = StepMoment(
         *stage.saved,
@@ -35,7 +36,7 @@ def forward(rank: RankMemory) -> list[StepMoment]:
     moments = [end]
     if rank.teacher.teaching:
         moments.append(StepMoment(earlier_gradients=gradients.earlier_bytes, teacher=rank.teacher.teaching))
-    # Updates of the last step have not been waited for, when the embedding is looked up.
+    # When the embedding is looked up, updates of the step before may be pending, and their gradients exist.
     at_start = {**rank.throughout, "earlier_gradients": max(gradients.from_last_step_bytes, gradients.earlier_bytes)}
     if rank.resident.staging:
         moments.append(StepMoment(**at_start))
@@ -49,7 +50,7 @@ def forward(rank: RankMemory) -> list[StepMoment]:
 
 
 def _first_gathering(rank: RankMemory, at_start: StepMoment) -> list[StepMoment]:
-    """The root and the first group after it, beside the buffers that both are copied out of; or these one by one."""
+    """The root and the first group after it, beside both all-gather buffers; since torch 2.15 beside one at a time."""
     weights, element_bytes = rank.weights, rank.states.element_bytes
     root_bytes, after_root_bytes = element_bytes * rank.stage.root, element_bytes * weights.after_root
     moment = at_start._replace(working_weights=root_bytes + after_root_bytes, all_gather=root_bytes + after_root_bytes)
@@ -63,7 +64,7 @@ def _first_gathering(rank: RankMemory, at_start: StepMoment) -> list[StepMoment]
 
 
 def _last_gathering(rank: RankMemory) -> StepMoment:
-    """Before the last layer runs, its weights have been gathered; the buffer of the layer before is still there."""
+    """The last layer's weights have been gathered; the all-gather buffer of the layer before still exists."""
     return StepMoment(
         *rank.stage.visits[0].saved_before,
         **rank.throughout,
@@ -74,7 +75,7 @@ def _last_gathering(rank: RankMemory) -> StepMoment:
 
 
 def loss(rank: RankMemory) -> StepMoment:
-    """Beside all activations a chunk of logits, and the gradients that the fused loss makes at once."""
+    """All activations, a chunk of logits, and the gradients that the fused loss computes in forward."""
     stage, cost = rank.stage, rank.loss
     return StepMoment(
         *stage.saved,
@@ -89,7 +90,7 @@ def loss(rank: RankMemory) -> StepMoment:
 
 
 def evaluation(rank: RankMemory) -> StepMoment:
-    """The layer at work or the loss; DDP's buckets stay between steps."""
+    """The running layer or the loss; DDP's buckets also exist between steps."""
     stage = rank.stage
     evaluated_loss_bytes = rank.loss.evaluated if stage.span.has_head else 0
     return StepMoment(
@@ -102,14 +103,14 @@ def evaluation(rank: RankMemory) -> StepMoment:
 
 
 def backward(rank: RankMemory) -> list[StepMoment]:
-    """The moments at which it may be fullest."""
+    """Moments at which backward may be fullest."""
     stage, weights, visits = rank.stage.span, rank.weights, rank.stage.visits
     moments = [_at_layer(rank, visit) for visit in visits if weights.zero or not visit.is_inner]
     if stage.has_head:
         moments.append(_at_loss(rank))
     if stage.has_embedding and rank.shape.adapted is None:
         moments.append(_at_embedding(rank))
-    # Whole sums are reduced in the last backward of a step, whose other micro-batches are gone.
+    # ZeRO-1 reduces its whole sums in the last backward of a step, when no other micro-batch is in flight.
     if weights.zero and (rank.gradients.earlier_bytes or not weights.sums_whole):
         moments += [_at_reduction(rank, visit) for visit in visits if not visit.is_inner]
         moments += [_after_experts(rank, visit) for visit in visits if visit.kind.apart_weights]
@@ -121,7 +122,7 @@ def backward(rank: RankMemory) -> list[StepMoment]:
 
 
 def _at_loss(rank: RankMemory) -> StepMoment:
-    """The fused loss's float32 sums become the output projection's gradient."""
+    """Backward begins: the fused loss's float32 sum is cast to the output projection's gradient."""
     stage, cost, wide_bytes = rank.stage, rank.loss, rank.loss.wide_weight_gradient
     is_cast = wide_bytes and rank.shape.element_bytes < FLOAT32_BYTES and not cost.rounds_in_place
     narrow_bytes = rank.shape.element_bytes * stage.vocabulary if is_cast else 0
@@ -157,9 +158,8 @@ def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
 
 
 def _at_reduction(rank: RankMemory, visit: LayerVisit) -> StepMoment:
-    """A layer is done: its whole gradients beside the buffer they are reduced from; its own weights are gone.
-
-    Where its experts are a group apart, those are done.
+    """FSDP2's reduce-scatter after a layer: whole gradients beside the buffer they are reduced from; its weights are
+    freed. Where its experts are split, the moment is that of their group, before attention's backward.
     """
     stage, weights, gradients, kind = rank.stage, rank.weights, rank.gradients, visit.kind
     reduced_weights = kind.apart_weights or kind.weights
@@ -190,7 +190,7 @@ def _at_reduction(rank: RankMemory, visit: LayerVisit) -> StepMoment:
 
 
 def _after_experts(rank: RankMemory, visit: LayerVisit) -> StepMoment:
-    """Attention, where a layer's experts are a group apart: beside what their gradients were reduced from and to."""
+    """Attention's backward in a layer with split experts, beside the buffer and the shard of their reduction."""
     return _at_reduction(rank, visit)._replace(
         layer_gradients=rank.weights.reduced_experts(visit),
         layer_saved=visit.kind.attention_bytes,
@@ -199,7 +199,7 @@ def _after_experts(rank: RankMemory, visit: LayerVisit) -> StepMoment:
 
 
 def _at_embedding(rank: RankMemory) -> StepMoment:
-    """Everything else is done: the embedding's gradient, its kernel's sums, and what has waited for the end."""
+    """The end of backward: the embedding's gradient, its kernel's sums, and gradients that stay until backward ends."""
     stage, gradients = rank.stage, rank.gradients
     return StepMoment(
         **rank.at_embedding,
@@ -213,7 +213,8 @@ def _at_embedding(rank: RankMemory) -> StepMoment:
 
 
 def _embedding_sums(rank: RankMemory) -> int:
-    """For more than a few tokens, a float32 row per distinct token and per partial sum, and sorted indices."""
+    """Workspace of the embedding's backward for more than a few tokens: a float32 row per distinct token and per
+    partial sum, and sorted indices."""
     spec, tokens = rank.shape.spec, rank.shape.tokens
     if tokens <= SMALL_EMBEDDING_TOKENS:
         return 0
@@ -222,7 +223,8 @@ def _embedding_sums(rank: RankMemory) -> int:
 
 
 def _at_first_sums(rank: RankMemory) -> StepMoment:
-    """A step's first backward ends under ZeRO-1: root's and embedding's gradients, the larger widened to be summed."""
+    """The end of a step's first backward under ZeRO-1: gradients of root and embedding, and a float32 copy of the
+    larger one, with which the sum over micro-batches begins."""
     stage, gradients = rank.stage, rank.gradients
     largest = max(stage.root, stage.embedding)
     return StepMoment(
@@ -234,8 +236,8 @@ def _at_first_sums(rank: RankMemory) -> StepMoment:
 
 
 def _at_last_reduction(rank: RankMemory) -> StepMoment:
-    """FSDP2's last callback: the root's and the embedding's whole gradients, the buffer one is reduced from, and the
-    shard that it is reduced to."""
+    """FSDP2's callback after backward: whole gradients of root and embedding, the buffer that the larger is reduced
+    from, and the shard that it is reduced to."""
     stage = rank.stage
     largest = max(stage.root, stage.embedding)
     if not rank.weights.fsdp2.frees_gradients_before_shard:
@@ -246,7 +248,7 @@ def _at_last_reduction(rank: RankMemory) -> StepMoment:
 
 
 def _last_reduction(rank: RankMemory, buffered: int, *, whole: int, reduced: int) -> StepMoment:
-    """A buffer of so many weights' gradients, beside whole ones and the shards of those reduced from it."""
+    """A reduce-scatter buffer of `buffered` weights, whole gradients of `whole` weights, and shards of `reduced`."""
     weights, gradients, layer_weights = rank.weights, rank.gradients, rank.stage.layer_weights
     shard_bytes = weights.shards(reduced) if gradients.bytes_per_done_weight else 0
     moment = StepMoment(
@@ -266,9 +268,9 @@ def _last_reduction(rank: RankMemory, buffered: int, *, whole: int, reduced: int
 
 
 def optimizer(rank: RankMemory) -> StepMoment:
-    """The first bucket is widened while all gradients are there; under FSDP2 nothing is, and only shards are left.
+    """The update: all gradients, and float32 copies of its first bucket; under FSDP2 only gradient shards, no copies.
 
-    Without a flush between steps micro-batches are in flight meanwhile.
+    Without a flush between steps (2bw) activations of micro-batches in flight are there as well.
     """
     count, element_bytes, levers = rank.stage.weights, rank.shape.element_bytes, rank.levers
     shard_bytes = rank.states.kept_gradient_bytes * rank.states.owned
@@ -280,7 +282,7 @@ def optimizer(rank: RankMemory) -> StepMoment:
     copies_bytes = 0
     if is_torch_adamw(levers, wide=has_masters or element_bytes == FLOAT32_BYTES):
         copies_bytes = _widened_bytes(rank) if has_masters else 0
-    elif levers.optimizer_states == "factored":  # a second moment is spread out again, a chunk at a time
+    elif levers.optimizer_states == "factored":  # the second moment is expanded to full size, a chunk at a time
         copies_bytes = 3 * FLOAT32_BYTES * min(FACTORED_CHUNK_ELEMENTS, count)
     in_flight_bytes = rank.in_flight.other_bytes if rank.layout.has_two_versions else 0
     return StepMoment(
@@ -289,7 +291,8 @@ def optimizer(rank: RankMemory) -> StepMoment:
 
 
 def _widened_bytes(rank: RankMemory) -> int:
-    """Float32 copies less the gradients they replace, which DDP's buckets keep: the embedding's first, alone."""
+    """Growth while gradients are copied to float32, a bucket at a time: each copy replaces its gradient, unless that is
+    a view of DDP's bucket. The embedding's copy is first and alone; then the largest matrix; then a full bucket."""
     stage = rank.stage
     embedding = stage.vocabulary if stage.span.has_embedding else 0
     freed_bytes = 0 if has_buckets(rank.layout) else rank.shape.element_bytes
@@ -302,7 +305,7 @@ def _widened_bytes(rank: RankMemory) -> int:
 
 
 def _cubic_table_bytes(shape: LocalShape) -> int:
-    """An embedding on a 3D mesh with the columns of all its depth ranks, as they come and in order; 0 on others."""
+    """The embedding on a 3D mesh, all-gathered over depth, as received and as reordered; 0 on other layouts."""
     if not shape.mesh_ranks or shape.mesh_ranks != shape.tensor**3:
         return 0
     return 2 * shape.columns(shape.spec.vocab_size) * shape.columns(shape.spec.hidden_size) * shape.element_bytes

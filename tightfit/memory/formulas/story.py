@@ -1,8 +1,8 @@
-"""Story: a step is told as moments, each with everything that is in memory then; the fullest one of a phase counts.
+"""Story: a step as a list of moments, each with everything that is in memory then; a phase's peak is its fullest one.
 
-A field of `StepMoment`, `Resident` or `OnHost` is a line of the ledger. Its component, its detail and its reason stand
-beside its name; its bytes where a moment is told: step.py. A search adds moments up, a ledger makes lines of the
-fullest: one arithmetic, two views.
+A field of `StepMoment`, `Resident` or `OnHost` is a line of the ledger. Its component, detail and reason are annotated
+here; its bytes are computed in step.py. A search only sums each moment, while a ledger turns the fullest moment's
+fields into lines: one arithmetic, two views.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ FROZEN = "frozen, under adapters"
 
 
 class About(NamedTuple):
-    """What a line of the ledger says beside its bytes."""
+    """Texts of a ledger line: everything but its bytes."""
 
     component: Component
     detail: str
@@ -27,9 +27,9 @@ class About(NamedTuple):
 
 
 class StepMoment(NamedTuple):
-    """One moment of a step: what is on the GPU beside what is resident. What is not named is not there.
+    """One moment of a step: bytes on the GPU beside `Resident`; fields that are not given are 0.
 
-    The first six are the SavedBytes of the micro-batch at work, which `StepMoment(*saved, …)` takes as they are.
+    The first six fields are those of SavedBytes, in its order, so that `StepMoment(*saved, …)` works.
     """
 
     residual: Annotated[int, About("activations", "residual", KEPT)] = 0
@@ -37,7 +37,7 @@ class StepMoment(NamedTuple):
     attention: Annotated[int, About("activations", "attention", KEPT)] = 0
     mlp: Annotated[int, About("activations", "mlp", KEPT)] = 0
     routing: Annotated[int, About("activations", "routing", KEPT)] = 0
-    unsplit: Annotated[int, About("activations", ROUNDING, "rests of segments that are not split off")] = 0
+    unsplit: Annotated[int, About("activations", ROUNDING, "allocator: unsplit ends of segments")] = 0
     other_micro_batches: Annotated[int, About("activations", "of other micro-batches", "in flight in the pipeline")] = 0
     outside_layers: Annotated[int, About("activations", "outside the layers", "final norm, rope, tokens by expert")] = 0
     stream: Annotated[int, About("activations", "residual stream", "the input of the layer at work")] = 0
@@ -46,39 +46,39 @@ class StepMoment(NamedTuple):
     activation_gradients: Annotated[int, About("activations", "gradients", "of activations: layer_moments.py")] = 0
     working_weights: Annotated[int, About("weights", "gathered", "FSDP2's whole weights, fp8: working_weights.py")] = 0
     earlier_gradients: Annotated[int, About("gradients", "from before", "DDP's buckets, sums of micro-batches")] = 0
-    done_gradients: Annotated[int, About("gradients", "of layers done", "as they stay")] = 0
+    done_gradients: Annotated[int, About("gradients", "of layers done", "whole; shards under FSDP2")] = 0
     layer_gradients: Annotated[int, About("gradients", "of the layer at work", "as backward makes them")] = 0
     vocabulary_gradients: Annotated[int, About("gradients", "of the vocabulary", "of output projection, embedding")] = 0
     all_gradients: Annotated[int, About("gradients", "", "of all weights")] = 0
     update_copies: Annotated[int, About("gradients", "widened bucket", "float32, at most 256 MiB or one parameter")] = 0
-    logits: Annotated[int, About("logits and loss", "logits", "a chunk, or all with what is made of them")] = 0
+    logits: Annotated[int, About("logits and loss", "logits", "a chunk, or all with their float32 copies")] = 0
     hidden: Annotated[int, About("logits and loss", "hidden states and their gradient", "made in forward")] = 0
     teacher: Annotated[int, About("activations", "teacher", "its forward pass, then its hidden states")] = 0
     kernel_workspace: Annotated[int, About("workspace", "attention or embedding", "float32 sums in backward")] = 0
     all_gather: Annotated[int, About("communication", "all-gather", "FSDP2: the last buffer, the next weights")] = 0
-    reduce_scatter: Annotated[int, About("communication", "reduce-scatter", "FSDP2: until the next one's")] = 0
+    reduce_scatter: Annotated[int, About("communication", "reduce-scatter", "FSDP2: freed at the next reduction")] = 0
     arriving: Annotated[int, About("communication", "from the host", "the next recomputed layer's input")] = 0
 
 
 class Resident(NamedTuple):
-    """What one rank has on its GPU from the first step to the last: states.py."""
+    """Bytes on a rank's GPU from the first step to the last: states.py."""
 
     weights: Annotated[int, About("weights", "", "2 bytes a weight in 16 bits, 4 in float32; shards under FSDP2")] = 0
     masters: Annotated[int, About("master weights", "", "4 bytes beside 16-bit weights; FSDP2's float32 shards")] = 0
     moments: Annotated[int, About("optimizer states", "", "two moments in their format")] = 0
-    unsplit: Annotated[int, About("optimizer states", ROUNDING, "rests of segments that are not split off")] = 0
+    unsplit: Annotated[int, About("optimizer states", ROUNDING, "allocator: unsplit ends of segments")] = 0
     staging: Annotated[int, About("workspace", "states and weights on their way", OFFLOADED)] = 0
     inputs: Annotated[int, About("inputs", "tokens and labels", "8 bytes each")] = 0
     cublas: Annotated[int, About("workspace", "cuBLAS", "one per thread that calls it")] = 0
     teacher: Annotated[int, About("weights", TEACHER, "of the teacher, as they are stored where compressed")] = 0
     scales: Annotated[int, About("optimizer states", "learned scales", "16 bytes a scale: quantize.scales")] = 0
     frozen: Annotated[int, About("weights", FROZEN, "as they are held: no gradients, no states")] = 0
-    older_weights: Annotated[int, About("weights", "of one update before", "schedule 2bw: in flight with them")] = 0
+    older_weights: Annotated[int, About("weights", "of one update before", "schedule 2bw: for those in flight")] = 0
     finished_gradients: Annotated[int, About("gradients", "of the step before", "schedule 2bw: wait for the norm")] = 0
 
 
 class OnHost(NamedTuple):
-    """What one rank has on the host."""
+    """Bytes that one rank keeps in host memory."""
 
     weights: Annotated[int, About("weights", "offloaded", OFFLOADED)] = 0
     masters: Annotated[int, About("master weights", "offloaded", OFFLOADED)] = 0
@@ -88,17 +88,17 @@ class OnHost(NamedTuple):
 
 
 def state_bytes(holder: Resident | OnHost) -> int:
-    """Weights, masters and moments: what a checkpoint has."""
+    """Bytes that a checkpoint saves: weights, masters and moments."""
     return holder.weights + holder.masters + holder.moments
 
 
 def fullest(moments: Iterable[StepMoment]) -> StepMoment:
-    """The one with most in memory."""
+    """The moment with most bytes."""
     return max(moments, key=sum)
 
 
 def lines(parts: NamedTuple, phase: Phase, rank: int, place: Place = "gpu") -> Iterator[Line]:
-    """A line of the ledger for everything that is there."""
+    """A line of the ledger for every field with bytes."""
     for size, (component, detail, why) in zip(parts, _about(type(parts)), strict=True):
         if size:
             yield Line(component=component, phase=phase, bytes=size, place=place, detail=detail, why=why, rank=rank)

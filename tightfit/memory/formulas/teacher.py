@@ -1,12 +1,12 @@
-"""What a teacher adds to a training step (train/distillation.py): it runs before the student, and keeps nothing.
+"""What a teacher adds to a training step (train/distillation.py): it runs before the student, without autograd.
 
 | when | bytes |
 |---|---|
 | always | its weights, on the GPU or on the host |
-| before forward | its residual stream, a layer at work; from the host that layer's weights too |
+| before forward | its residual stream, a layer at work; if offloaded that layer's weights too |
 | until the loss | its normed hidden states, and those of compared layers |
-| loss | a chunk of both models' logits; from the host its output projection |
-| maps | of compared layers [T, T] a row until the loss; there the student's scores and probabilities of every head |
+| loss | a chunk of both models' logits; if offloaded the teacher's output projection |
+| maps | [T, T] per row and compared layer until the loss; there also the student's scores, probabilities of all heads |
 """
 
 from dataclasses import dataclass, replace
@@ -21,22 +21,23 @@ from tightfit.memory.formulas.local_shape import LocalShape
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherMemory:
-    """Bytes by the time they are there."""
+    """Bytes that a teacher adds, by when they exist."""
 
     gpu_weights: int = 0
     host_weights: int = 0
     teaching: int = 0
-    """While it runs."""
+    """While the teacher runs."""
     until_loss: int = 0
     at_loss: int = 0
-    """From the host: its output projection."""
+    """During the loss: attention maps of the student and, if offloaded, the teacher's output projection."""
     chunk: int = 0
+    """Logits of both models, a chunk at a time."""
     sum_bytes: int = FLOAT32_BYTES
-    """In which the output projection's gradient is summed: 4, or 3 (kernels/split_sum.py)."""
+    """Bytes per number of the sum of the output projection's gradient: 4, or 3 (kernels/split_sum.py)."""
 
 
 def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: Levers, *, bf16: bool) -> TeacherMemory:
-    """The teacher of a student of this shape, whose loss is in bf16 or not; nothing without one."""
+    """Bytes of the teacher of a student with `student_shape`, whose loss is in bf16 or not; all 0 without a teacher."""
     if teacher is None:
         return TeacherMemory()
     shape, spec, student = replace(student_shape, spec=teacher.spec), teacher.spec, student_shape.spec

@@ -1,8 +1,8 @@
-"""A layer in tiles (levers/tiling.py): what it keeps for backward, and what is alive besides at its fullest moments.
+"""A layer in tiles (levers/tiling.py): what it saves for backward, and the temporaries at its fullest moments.
 
-It keeps its input and what attention keeps. In backward its second half comes first, a tile at a time: gate, up and the
-gradient of their product for a tile's tokens, beside float32 sums of the weights' gradients and those of the tile at
-hand. Then attention, a group of heads after another, then the projections, again by tiles.
+It saves its input and attention's tensors. In backward its second half comes first, a tile at a time: gate, up and the
+gradient of their product for a tile's tokens, beside float32 sums of the weights' gradients over tiles and the current
+tile's gradients. Then attention, one group of heads after another, then q, k and v's projections, again by tiles.
 """
 
 from tightfit.jobs.precision import FLOAT32_BYTES
@@ -18,7 +18,7 @@ def tiled_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
 
 
 def tiled_cost(shape: LocalShape, layer: int) -> LayerCost:
-    """All of a tiled layer's bytes; the new residual stream is what the next layer or the final norm keeps."""
+    """All of a tiled layer's bytes; its output does not count, as the next layer or the final norm saves it."""
     saved_bytes = sum(tensor.bytes for tensor in tiled_saved(shape))
     inside_bytes = _tile_bytes(shape, inner=3) + expanded_bytes(shape, "down", 0)
     return LayerCost(
@@ -30,7 +30,7 @@ def tiled_cost(shape: LocalShape, layer: int) -> LayerCost:
 
 
 def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
-    """From the new residual stream to attention's output."""
+    """Backward of the second half, from the layer's output to attention's output."""
     weights = _second_half_weights(shape)
     mlp_weights = weights - shape.spec.hidden_size * shape.heads * shape.spec.head_dim
     arrived_bytes = 2 * shape.stream_bytes + shape.query_bytes  # gradients of y, x and attention's output
@@ -59,7 +59,7 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
 
 
 def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerMoment, ...]:
-    """Attention, a group of heads at a time, then the projections of q, k and v."""
+    """Backward of the first half: attention, a group of heads at a time, then the projections of q, k and v."""
     spec, groups, done_weights = shape.spec, shape.head_groups, _second_half_weights(shape)
     weights = spec.hidden_size * (shape.heads + 2 * shape.kv_heads) * spec.head_dim
     qkv_bytes = shape.query_bytes + 2 * shape.attended_key_bytes
@@ -84,8 +84,8 @@ def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerM
 
 
 def _tile_bytes(shape: LocalShape, *, inner: int, gradients: int = 0) -> int:
-    """Alive of one tile of the second half: so many tensors of the MLP's width, attention's output joined, the sum, its
-    norm and the tile's result, and `gradients` of the norm."""
+    """Temporaries of one tile of the second half: `inner` tensors of the MLP's width, a copy of attention's output, the
+    residual sum, its norm and the tile's result, and `gradients` of the norm's output."""
     spec = shape.spec
     stream = (3 + 2 * spec.sandwich_norms + gradients) * spec.hidden_size
     width = inner * shape.columns(spec.mlp_size) + stream + shape.heads * spec.head_dim
@@ -93,7 +93,7 @@ def _tile_bytes(shape: LocalShape, *, inner: int, gradients: int = 0) -> int:
 
 
 def _narrow_tile_bytes(shape: LocalShape) -> int:
-    """Alive of a tile when nothing of the MLP's width is."""
+    """Temporaries of one tile when no tensor of the MLP's width exists."""
     width = 2 * shape.heads * shape.spec.head_dim + 5 * shape.spec.hidden_size
     return shape.tile_tokens * width * shape.element_bytes
 
@@ -105,5 +105,5 @@ def _second_half_weights(shape: LocalShape) -> int:
 
 
 def _float32_sums(shape: LocalShape, weights: int) -> int:
-    """The sums of gradients over tiles, counted in weights of `element_bytes`."""
+    """Float32 sums of gradients over tiles, as a number of elements of `element_bytes`."""
     return weights * FLOAT32_BYTES // shape.element_bytes

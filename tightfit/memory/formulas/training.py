@@ -1,8 +1,8 @@
 """Training: the fullest moment of every phase of a step, on every pipeline rank.
 
-- init: what lives as long as the run. States exist from the start (train/optimizer), so no first step differs.
-- forward, loss, backward, optimizer: told in step.py.
-- evaluation: a forward that keeps nothing. save: the host holds what the file will.
+- init: what lives as long as the run. States exist from the start (train/optimizer), so the first step is no exception.
+- forward, loss, backward, optimizer: the moments of step.py.
+- evaluation: a forward without autograd. save: the host holds a copy of what is written.
 """
 
 import math
@@ -30,11 +30,11 @@ class Peaks(NamedTuple):
     """The most that a training step needs."""
 
     gpu_bytes: int
-    """Of one card, slack and context included."""
+    """Of one card, allocator slack and CUDA context included."""
     host_bytes: int
-    """Of the host, for each rank."""
+    """Of host memory, per rank."""
     saved_bytes: int
-    """Copied to the host by each rank besides, to write a checkpoint."""
+    """Of host memory, per rank and besides `host_bytes`: the copy from which a checkpoint is written."""
 
 
 def peaks(
@@ -45,14 +45,14 @@ def peaks(
     *,
     room_bytes: float = math.inf,
 ) -> Peaks:
-    """Of the fullest pipeline rank, or of the first that needs more than `room_bytes`."""
+    """Peaks over pipeline ranks; stops at the first rank that needs more than `room_bytes`."""
     gpu_bytes = host_bytes = saved_bytes = 0
     for number in telling_ranks(workload, layout, levers):
         rank = RankMemory(workload, layout, levers, number, overheads)
         fullest_bytes = max(map(sum, _step(rank)))
         gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
         host_bytes = max(host_bytes, sum(rank.host))
-        # One rank's file is written from host memory as it lies there; several ranks copy all before they go on.
+        # A single rank writes offloaded states from where they are; several ranks copy theirs and train on meanwhile.
         copied_bytes = state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0)
         saved_bytes = max(saved_bytes, copied_bytes + rank.resident.older_weights)
         if gpu_bytes > room_bytes:
@@ -61,8 +61,8 @@ def peaks(
 
 
 def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT) -> Peaks:
-    """A lower bound of `peaks` without activations: states, and gradients beside them when the optimizer begins, of
-    the first pipeline rank."""
+    """A lower bound of `peaks`, quick because it has no activations: states of the first pipeline rank, and gradients
+    beside them when the optimizer begins."""
     span = rank_spans(workload.spec, workload.sequence_length, layout)[0]
     states = States(workload, layout, levers, *stage_params(local_shape(workload, layout, levers), span))
     gradient_bytes = states.kept_gradient_bytes if layout.zero else states.element_bytes
@@ -105,7 +105,7 @@ def _step(rank: RankMemory) -> list[StepMoment]:
 
 
 def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
-    """Every phase of a run and its fullest moment."""
+    """Each phase of a run with its fullest moment."""
     yield "init", StepMoment()
     yield "forward", fullest(forward(rank))
     if rank.stage.span.has_head:
@@ -117,8 +117,8 @@ def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
 
 
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
-    """A copy of all that is saved, on the GPU or on the host: of one rank the file that safetensors puts together in
-    memory, of several what each stages while training goes on (train/checkpoints)."""
+    """Lines for the host's copy of everything saved, wherever it lives: with one rank the file that safetensors builds
+    in memory, with several the copy that each rank stages while training goes on (train/checkpoints)."""
     for holder in (rank.resident, rank.host):
         for line in lines(holder, "save", number, "host"):
             if line.component in SAVED and line.detail not in (TEACHER, ROUNDING, FROZEN):
@@ -126,7 +126,7 @@ def _written(rank: RankMemory, number: int) -> Iterator[Line]:
 
 
 def engine_overheads(workload: Workload, overheads: Overheads) -> Overheads:
-    """What the job's engine has besides tensors; ours as given."""
+    """`overheads` for the job's engine: other engines have their own slack and fixed buffers."""
     if workload.engine_name == "tightfit":
         return overheads
     memory = workload.engine.memory

@@ -1,13 +1,13 @@
 """A plan as a DeepSpeed configuration, for `engine: deepspeed`, `deepspeed.initialize` or the Hugging Face Trainer.
 
-The optimizer is torch's fused AdamW, on the host too where states are there: DeepSpeed's own are compiled on first use,
-for a minute or more, and are no faster. Clipping is written out, because DeepSpeed clips at 1 where it is not.
+The optimizer is torch's fused AdamW, also for offloaded states: DeepSpeed's own optimizers are compiled on first use,
+for a minute or more, and are no faster. Clipping is always written, because DeepSpeed's default is to clip at 1.
 
 DeepSpeed splits over data ranks only; a plan with other degrees has no such file. It has no checkpointing switch of its
 own for Hugging Face models and no fused loss (`tightfit.hf.accelerate`).
 
-The Trainer refuses a configuration that says otherwise than its own arguments, whose defaults are not ours.
-`trainer_arguments` are those that agree: `TrainingArguments(output, deepspeed="deepspeed.json", **json.load(file))`.
+The Trainer refuses a configuration that contradicts its own arguments, whose defaults differ from ours.
+`trainer_arguments` match the file: `TrainingArguments(output, deepspeed="deepspeed.json", **json.load(file))`.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ PRECISIONS: dict[PrecisionName, dict[str, Any]] = {
 
 
 def data_only(plan: Plan, program: str) -> None:
-    """A sentence where `program` cannot run the plan's layout."""
+    """Raise a UserError if `program` cannot run the plan's layout."""
     for axis, degree in plan.layout.splits.items():
         raise UserError(
             f"{program} splits over data ranks only, but the plan has layout.{axis}={degree}; "
@@ -46,7 +46,7 @@ def deepspeed_config(plan: Plan) -> dict[str, Any]:
 
 
 def settings(workload: Workload, layout: Layout, levers: Levers, optimizer: Optimizer) -> dict[str, Any]:
-    """The configuration of a layout of data ranks."""
+    """The configuration for a layout of data ranks alone."""
     if workload.precision == "pure-bf16":
         raise UserError("DeepSpeed keeps float32 master weights beside bf16; take precision bf16")
     batch = batch_of(workload, layout)

@@ -1,6 +1,6 @@
-"""What a plan takes in the engine that an export is for, which is not what it takes in ours.
+"""Memory and time of a plan in the engine that an export is for, which differ from tightfit's.
 
-The layout and levers are the plan's, as far as that engine has them; memory and time are its own (jobs/engine.py).
+Layout and levers are the plan's, as far as that engine has them; memory and time follow jobs/engine.py.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Exports as files: all that a plan has in a folder, or one where the user wants it."""
+"""Exports as files: all exports of a plan in a folder, or one at a path that the user names."""
 
 import json
 from collections.abc import Callable
@@ -32,47 +32,47 @@ EXPORTS: dict[str, tuple[str, Text]] = {
 }
 SCRIPTS = ("torchrun", "slurm")
 NEEDS_PLAN = (*SCRIPTS, "skypilot")
-"""What runs a saved plan, and so has one beside it."""
+"""Exports that run a saved plan, which is written beside them."""
 ENGINE_OF: dict[str, EngineName] = {"deepspeed": "deepspeed", "accelerate": "hf"}
-"""Exports that other code runs: whose memory and time they are written with."""
+"""Exports that another engine runs, whose estimated memory and time are printed with them."""
 
 
 def check_export(wanted: str) -> None:
-    """Refuse a kind that does not exist, before anything is looked for or written."""
+    """Refuse an unknown kind of export, before a plan is searched for or anything is written."""
     kind, equals, _ = wanted.partition("=")
     if equals and kind not in EXPORTS:
         raise UserError(f"there is no export {kind!r}; write one of {', '.join(EXPORTS)}, or a folder for all")
 
 
 def export(plan: Plan, wanted: str) -> list[str]:
-    """Write `KIND=FILE`, or everything into the folder `wanted`; returns what was written or why it was not."""
+    """Write `KIND=FILE`, or everything into the folder `wanted`; returns a line per file: written, or why not."""
     check_export(wanted)
     kind, equals, place = wanted.partition("=")
     if equals:
         return _export_one(plan, kind, Path(place))
     folder = Path(wanted)
     plan_file = folder / PLAN_FILE
-    said = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
+    lines = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
     for kind, (name, _) in EXPORTS.items():
         try:
-            said.append(_written(plan, kind, folder / name, plan_file))
+            lines.append(_written(plan, kind, folder / name, plan_file))
         except UserError as error:
-            said.append(f"no {name}: {error}")
-    return said
+            lines.append(f"no {name}: {error}")
+    return lines
 
 
 def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
     plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
-    said = [_written(plan, kind, path, plan_file)]
+    lines = [_written(plan, kind, path, plan_file)]
     if kind in NEEDS_PLAN:
-        said.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
-    return said
+        lines.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
+    return lines
 
 
 def _written(plan: Plan, kind: str, path: Path, plan_file: Path) -> str:
-    """Write one export; what is said of it includes the estimate for the engine that runs it."""
-    said = _write(path, EXPORTS[kind][1](plan, plan_file), executable=kind in SCRIPTS)
-    return f"{said}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else said
+    """Write one export; the returned line has the estimate for the engine that runs it, if that is another one."""
+    line = _write(path, EXPORTS[kind][1](plan, plan_file), executable=kind in SCRIPTS)
+    return f"{line}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else line
 
 
 def _accelerate_text(plan: Plan) -> str:

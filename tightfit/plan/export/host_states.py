@@ -1,4 +1,4 @@
-"""What DeepSpeed and FSDP2 have of levers.offload: which of their settings it turns on, and what that needs."""
+"""levers.offload in DeepSpeed's and FSDP2's terms: which states they offload, and the ZeRO stage which that needs."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class HostStates:
     optimizer: bool = False
     weights: bool = False
     least_zero: int = 0
-    """DeepSpeed offloads what its ZeRO stage splits, on one GPU too."""
+    """The ZeRO stage that DeepSpeed needs for it, even on one GPU: it offloads only what its stage shards."""
 
 
 TRANSLATED: dict[Offload, HostStates] = {
@@ -23,5 +23,5 @@ TRANSLATED: dict[Offload, HostStates] = {
 
 
 def host_states(levers: Levers) -> HostStates:
-    """What `levers` keep there."""
+    """The states that `levers` keep in host memory."""
     return TRANSLATED[levers.offload]

@@ -1,9 +1,9 @@
 """A deployment as a Kubernetes manifest: one pod per copy, and one address for all of them.
 
-A Deployment of vLLM's own image and a Service in front. A pod asks for as many GPUs as a copy has cards, so a copy must
-lie within one machine. Weights that are a directory come from a volume claim of the cluster, mounted at that directory;
-names on a hub are loaded by vLLM. The key that clients send comes from a Secret, where there is one. Containers run
-with no more rights than they need, and a pod is sent requests once it answers /health.
+A Deployment of vLLM's own image and a Service in front. A pod requests all GPUs of a copy, so a copy must fit on one
+machine. Weights in a directory come from a persistent volume claim, mounted at that path; names on a hub are downloaded
+by vLLM. The API key comes from a Secret, if it exists. Containers run with no more rights than they need, and a pod
+gets requests once it answers /health.
 """
 
 import re
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 def kubernetes_manifest(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> str:
-    """Both objects as YAML, after a comment that says what was planned."""
+    """Deployment and Service as YAML, after a comment that describes the plan."""
     objects = kubernetes_objects(deployment, options, image=image)
     return f"# {MARK}:\n# {deployment.describe()}\n" + manifest_text(objects)
 
@@ -62,14 +62,14 @@ def manifest_text(objects: Sequence[Json]) -> str:
 
 
 class _WithoutAliases(yaml.SafeDumper):
-    """Repeats what is used twice: people read and edit these files."""
+    """Writes repeated values in full, without YAML anchors: people read and edit these files."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def labels_of(name: str) -> Json:
-    """What the pods of `name` are found by, and who wrote their file."""
+    """Labels by which the pods of `name` are selected, and that name tightfit as their author."""
     return {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "tightfit"}
 
 
@@ -116,7 +116,7 @@ def _pod(deployment: Deployment, options: EngineOptions, name: str, image: str) 
 
 
 def _volumes(options: EngineOptions) -> tuple[list[Json], list[Json]]:
-    """Shared memory for the ranks of a copy, and the claim that holds weights, where they are directories."""
+    """Mounts and volumes: shared memory for the ranks of a copy, and the claim with weights that are directories."""
     mounts: list[Json] = [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     places = [options.weights, *([options.draft] if options.draft else []), *options.adapters.values()]

@@ -1,8 +1,8 @@
-"""The scripts that start a plan: torchrun on every node, or a Slurm script around it; and what other exports share.
+"""The scripts that start a plan: torchrun on every node, or a Slurm script around it; and helpers of other exports.
 
-They run as they are, from any directory: the torchrun script finds its plan beside itself; sbatch runs a copy of a
-script, so that one names the plan by its whole path. What a plan leaves open (the data, where there was no job file) is
-asked for by name, in one sentence, before anything starts.
+They run unchanged from any directory: the torchrun script finds its plan beside itself; the Slurm script names the plan
+by its absolute path, because sbatch runs a copy of the script. Fields that a plan leaves open (such as the data) are
+environment variables: a script exits with a sentence that names the first one missing, before anything starts.
 """
 
 import shlex
@@ -60,7 +60,7 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
 
 
 def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -> str:
-    """What starts the ranks of a node, meeting the others at `endpoint`; tightfit alone where there is one rank."""
+    """The command that starts a node's ranks, with rendezvous at `endpoint`; plain `tightfit train` for one rank."""
     machine = plan.machine
     if machine.ranks == 1:
         return f"tightfit train {arguments}"
@@ -68,7 +68,8 @@ def torchrun_command(plan: Plan, arguments: str, endpoint: str = "$HEAD_NODE") -
 
 
 def torchrun(nodes: int, per_node: int, endpoint: str) -> str:
-    """`tightfit train` on `per_node` ranks of each of `nodes`; several meet at `endpoint`, a name or a variable."""
+    """`tightfit train` on `per_node` ranks of each of `nodes`; rendezvous of several at `endpoint`, a name or a
+    variable."""
     place = f'"{endpoint}:{PORT}"' if endpoint.startswith("$") else f"{endpoint}:{PORT}"
     meeting = f"--rdzv-backend=c10d --rdzv-endpoint={place}" if nodes > 1 else "--standalone"
     return f"torchrun --nnodes={nodes} --nproc-per-node={per_node} {meeting} -m tightfit train"
@@ -80,7 +81,7 @@ def short_name(plan: Plan) -> str:
 
 
 def comment(plan: Plan) -> str:
-    """What every export begins with."""
+    """The first comment of every export."""
     return f"# {printable(plan.model)} on {printable(plan.machine.text)}, as tightfit planned it."
 
 
@@ -95,7 +96,7 @@ def _header(plan: Plan) -> list[str]:
 
 
 def open_names(plan: Plan) -> list[str]:
-    """Which variables the script asks for, as the plan does not say what they do."""
+    """Environment variables that the script needs, for fields that the plan leaves open."""
     fields = plan.job_fields()
     is_open = {
         "DATA": "train" not in fields["data"],
@@ -107,7 +108,7 @@ def open_names(plan: Plan) -> list[str]:
 
 
 def asked_lines(plan: Plan) -> list[str]:
-    """A sentence of the shell's for each variable that is not set."""
+    """Shell lines that exit with a sentence if a needed variable is not set."""
     return [_required(name, ASKED[name][1]) for name in open_names(plan)]
 
 
@@ -117,5 +118,5 @@ def _required(name: str, meaning: str) -> str:
 
 
 def overrides(plan: Plan) -> str:
-    """The variables as options of `tightfit train`."""
+    """Options of `tightfit train` that pass those variables on."""
     return "".join(f' -o "{ASKED[name][0]}=${name}"' for name in open_names(plan))

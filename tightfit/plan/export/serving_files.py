@@ -1,4 +1,4 @@
-"""What `tightfit serve --export` writes: a script or a manifest, at a place where nothing of the user's is lost."""
+"""Files of `tightfit serve --export`: a vLLM script or a Kubernetes manifest, never over another file of the user's."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ FILES: dict[Target, str] = {"vllm": "serve-vllm.sh", "k8s": "serve-k8s.yaml"}
 def export_serving(
     target: Target, deployment: Deployment, options: EngineOptions, *, out: Path | None = None, image: str | None = None
 ) -> Path:
-    """Write the file and return its path; one that is there and says something else is left alone."""
+    """Write the file and return its path; a UserError if a file with other contents is there."""
     if image is not None and target != "k8s":
         raise UserError(f"--image is {image}, but only --export k8s names one; use that or leave it out")
     if target == "vllm":
@@ -32,7 +32,7 @@ def export_serving(
 
 
 def served_weights(model: str, weights: str | None) -> str:
-    """What vLLM is told to load: `weights` where given, else the directory `model` by its whole path."""
+    """The weights that vLLM loads: `weights` where given, else the absolute path of the directory `model`."""
     if weights is not None:
         return weights
     if model in PRESETS:

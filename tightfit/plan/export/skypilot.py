@@ -1,8 +1,7 @@
 """A training plan as a SkyPilot task: `sky launch skypilot.yaml --env DATA=… ` finds the machines and runs it.
 
-The plan travels as a file beside the task. SkyPilot tells every node the addresses of all; the first is where they
-meet. Variables that the plan leaves open are `envs` of the task without values: `sky` asks for these before it rents
-anything.
+The plan is mounted as a file. SkyPilot gives every node the addresses of all nodes; the first is the rendezvous. Fields
+that the plan leaves open are `envs` of the task without values: `sky` asks for these before it rents anything.
 """
 
 from pathlib import Path
@@ -16,9 +15,9 @@ from tightfit.plan.export.kubernetes import object_name
 from tightfit.plan.plan import Plan
 
 SIZED = {("A100", 80), ("V100", 32)}
-"""Cards that SkyPilot names with their memory, as the name alone means a smaller one."""
+"""Cards whose name for SkyPilot includes the memory, as the plain name means a smaller one."""
 PLAN_PLACE = "~/tightfit/plan.json"
-"""On every node; SkyPilot and the shell both put the home directory in the place of ~."""
+"""Path of the plan on every node; SkyPilot and the shell both expand ~."""
 
 
 def skypilot_task(plan: Plan, plan_file: Path) -> str:
@@ -42,7 +41,7 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
 
 
 class _WithScripts(yaml.SafeDumper):
-    """Writes text of several lines as lines: people read and edit these files."""
+    """Writes multi-line text as a YAML block (|): people read and edit these files."""
 
 
 def _as_lines(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -53,5 +52,5 @@ _WithScripts.add_representer(str, _as_lines)
 
 
 def accelerator_name(card: Accelerator) -> str:
-    """What SkyPilot calls the card."""
+    """SkyPilot's name of the card."""
     return f"{card.family}-{card.memory_gb}GB" if (card.family, card.memory_gb) in SIZED else card.family

@@ -1,12 +1,12 @@
 """A training plan on Kubernetes: a PyTorchJob for Kubeflow's operator, or plain objects for a cluster without it.
 
 One pod per node, with all of its GPUs and torchrun inside. The plan itself is in a ConfigMap of the same file, so that
-`kubectl apply -f` needs nothing beside it. What the plan leaves open (data, output, …) are variables of the pods, which
-ask for themselves in one sentence where they are empty. Data and output are on a volume claim named `data`, mounted at
+`kubectl apply -f` needs no other file. Fields that the plan leaves open (data, output, …) are environment variables of
+the pods, which exit with a sentence if one is empty. Data and output are on a volume claim named `data`, mounted at
 /data: all nodes must see the output in the same place to resume.
 
-Plain objects are a Job with an index per pod, whose first pod all others find by name through a Service without an
-address of its own. The image must have torch and CUDA; tightfit is installed when a pod starts.
+Plain objects are an indexed Job, whose other pods find the first by name through a headless Service. The image must
+have torch and CUDA; tightfit is installed when a pod starts.
 """
 
 import json

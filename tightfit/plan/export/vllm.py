@@ -1,4 +1,4 @@
-"""A deployment as the command of vLLM, for those whom one machine no longer serves.
+"""A deployment as a vLLM command, for more traffic than one machine can serve.
 
 The options are those of vLLM 0.24. Copies on one machine are its data-parallel ranks; on several machines the script
 runs on each, behind the user's own load balancer. A copy that spans machines needs a Ray cluster, which the script's
@@ -16,16 +16,16 @@ from tightfit.plan.deployment import SHARE, Deployment
 
 MARK = "Written by tightfit from its plan"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)
-"""Ranks of adapters that vLLM takes."""
+"""LoRA ranks that vLLM supports."""
 NO_ADAPTERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """What a server is told besides where its cards are."""
+    """Options of a server besides those that follow from the deployment."""
 
     weights: str
-    """What vLLM loads: a directory as it sees it, or a name on a hub."""
+    """Weights that vLLM loads: a directory's path on the server, or a name on a hub."""
     name: str
     host: str = "127.0.0.1"
     port: int = 8000

@@ -1,1 +1,1 @@
-"""What layouts and levers there are for a workload on a machine, which of them fit, and the fastest of those."""
+"""The search: layouts and levers of a workload on a machine, which of them fit, and the fastest of those."""

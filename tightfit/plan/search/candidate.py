@@ -1,4 +1,4 @@
-"""Candidate: a layout with levers, what it needs of a machine, and how long its step takes."""
+"""Candidate: a layout with levers, its memory and the time of its step."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,13 +26,13 @@ class Candidate:
     costs: Costs
     gpu_bytes: int
     host_bytes: int
-    """Of a node's host while it trains."""
+    """Of a node's host between checkpoints."""
     saving_bytes: int
-    """Copied to a node's host besides, to write a checkpoint."""
+    """Further bytes of a node's host, to which ranks copy a checkpoint before it is written."""
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a step; worked out when it is first asked for."""
+        """The step's time, computed on first use."""
         return self.costs.step(self.layout, self.levers)
 
     @property
@@ -42,12 +42,12 @@ class Candidate:
 
     @property
     def host_peak_bytes(self) -> int:
-        """Of a node, while a checkpoint is written."""
+        """Bytes of a node's host while a checkpoint is written."""
         return self.host_bytes + self.saving_bytes
 
     def shortage_bytes(self, machine: Machine, share: float = 1.0) -> int:
-        """What a node's cards, of which `share` may be used, and its host lack together; a host of unknown size holds
-        anything."""
+        """Bytes that a node's cards, of which `share` may be used, and its host lack together; a host of unknown size
+        lacks nothing."""
         card = self.gpu_bytes - int(share * machine.accelerator.memory_bytes)
         host = 0 if machine.host_bytes is None else self.host_peak_bytes - machine.host_bytes
         return max(0, card) * min(machine.per_node, self.layout.ranks) + max(0, host)
@@ -65,7 +65,7 @@ class Candidate:
 
 
 class Pricing:
-    """Candidates of one workload on one machine, each worked out once, and cheaper bounds of what they need."""
+    """Candidates of one workload on one machine, each computed once, and cheaper lower bounds of their memory."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.space, self.costs = space, Costs(space.workload, space.machine)
@@ -73,17 +73,17 @@ class Pricing:
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
         self._least: dict[tuple[object, ...], Peaks] = {}
         self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
-        """Of a pipeline's first rank that is too full."""
+        """Bytes of the first pipeline rank that was found not to fit."""
 
     def candidate(self, layout: Layout, levers: Levers) -> Candidate:
-        """A layout with levers."""
+        """The candidate of a layout with levers."""
         if (layout, levers) not in self._candidates:
             needed = peaks(self.space.workload, layout, levers, self.overheads)
             self._candidates[layout, levers] = self._candidate(layout, levers, needed)
         return self._candidates[layout, levers]
 
     def ranking_s(self, layout: Layout, levers: Levers) -> float:
-        """Seconds of a step that levers are ranked by: none is taken for what it saves of them."""
+        """Seconds of a step by which sets of levers are ranked: levers for memory alone are not credited with time."""
         return max(self.costs.step(layout, each).step_s for each in {levers, without_gains(levers)})
 
     def fits(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
@@ -100,19 +100,19 @@ class Pricing:
         return self._candidates[key].fits(self.space.machine, share)
 
     def may_fit(self, layout: Layout, levers: Levers, share: float) -> bool:
-        """Whether the card and the host hold what does not depend on activations."""
+        """Whether states and gradients alone fit on the card and the host."""
         return self.card_may_hold(layout, levers, share) and self.least(layout, levers).fits(self.space.machine, share)
 
     def card_may_hold(self, layout: Layout, levers: Levers, share: float = 1.0) -> bool:
-        """Whether the card holds what does not depend on activations."""
+        """Whether states and gradients alone fit on the card."""
         return self._least_peaks(layout, levers).gpu_bytes <= self._room_bytes(share)
 
     def least(self, layout: Layout, levers: Levers) -> Candidate:
-        """A lower bound: states that are there, and copies of all of them to write a checkpoint."""
+        """A candidate with lower bounds of memory: states, gradients, and the host's copy for a checkpoint."""
         return self._candidate(layout, levers, self._least_peaks(layout, levers))
 
     def _least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
-        """Without activations, which many micro-batches, schedules and levers share."""
+        """Peaks without activations: the same for many micro-batches, schedules and levers."""
         key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
         if key not in self._least:
             self._least[key] = least_peaks(self.space.workload, layout, levers, self.overheads)
@@ -122,7 +122,7 @@ class Pricing:
         return int(share * self.space.machine.accelerator.memory_bytes)
 
     def _candidate(self, layout: Layout, levers: Levers, needed: Peaks) -> Candidate:
-        """Of a node's ranks; nothing is copied to the host where all memory is the device's."""
+        """A candidate that needs `needed` per rank; nothing is copied to the host where it has no memory of its own."""
         machine = self.space.machine
         ranks_here = min(machine.per_node, layout.ranks)
         writers = 0 if machine.host_bytes == 0 else writers_of_node(layout, ranks_here)
@@ -136,7 +136,7 @@ class Pricing:
         )
 
     def within_budget(self, families: list[list[Layout]]) -> list[list[Layout]]:
-        """Those of `families` for which a pinned budget of activations is not too small; a sentence where none is."""
+        """The layouts for which a pinned budget of activations is large enough; a UserError if it is for none."""
         if self.space.pins.levers.get("checkpoint_budget_bytes") is None:
             return families
         refusals = {layout: self._refusal(layout) for family in families for layout in family}

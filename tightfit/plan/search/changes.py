@@ -1,9 +1,9 @@
-"""Changes: what would make a plan fit that does not, the smallest step of each kind, and what a step then takes.
+"""Changes: what would make a plan fit that does not, the smallest step of each kind, and its step's time.
 
-Tried are every pin let go, every lossless lever that the search leaves out, more host memory, narrower states,
-no master weights, shorter rows, more cards, another card. Each is looked for with the strongest levers; of the layouts
-that fit then, the most promising are searched for the plan whose time and host memory are told (all of them would take
-longer: there may be a faster one).
+Tried are: dropping each pin, lossless levers that the search leaves out, more host memory, narrower states, no master
+weights, shorter rows, more cards, another card. Whether a change is enough is decided with the strongest levers; of the
+layouts that then fit, only the MOST_SEARCHED most promising families are searched for the plan whose time and host
+memory are reported, so there may be a faster one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,18 +30,18 @@ LEAST_TOKENS = 128
 MOST_SEARCHED = 6
 """Families of layouts that are searched for a change's time."""
 Ways = Iterator[tuple[str, SearchSpace]]
-"""What to change it to, the smallest change first, and where to look then."""
+"""Values of one kind of change, the smallest first: its text and the search space with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One thing to change, what it would be changed to, and what a plan needs then."""
+    """One thing to change, its new value, and the step's time and host memory with it."""
 
     what: str
     to: str
     step_s: float
     host_bytes: int = 0
-    """Of one node, while a checkpoint is written; 0 where it is known to have that, or little is needed."""
+    """Host bytes of a node while a checkpoint is written; 0 where the host's size is known, or little is needed."""
 
     def __str__(self) -> str:
         host = f" (and {self.host_bytes / 2**30:.0f} GiB of host memory a node)" if self.host_bytes else ""
@@ -49,7 +49,7 @@ class Change:
 
 
 def changes(space: SearchSpace) -> list[Change]:
-    """The smallest change of each kind after which something fits."""
+    """The smallest change of each kind with which some plan fits."""
     let_go = (_smallest(what, ways) for what, ways in _without_a_pin(space))
     others = (_smallest(what, ways) for what, ways in _beside_levers(space))
     found = (*let_go, *_lever_changes(space), _more_host(space), *others)
@@ -63,7 +63,7 @@ def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
 
 
 def _lever_changes(space: SearchSpace) -> list[Change | None]:
-    """Each lever that the search leaves out and that is enough; where none is, two of them together, and so on."""
+    """Levers that the search leaves out and each of which is enough; if none is, pairs of them, and so on."""
     rows = [row for row in LEVER_TABLE if row.advice is not None and row.name not in space.pins.levers]
     for count in range(1, len(rows) + 1):
         several = ([(row.name, *row.advice) for row in some if row.advice] for some in combinations(rows, count))
@@ -74,7 +74,7 @@ def _lever_changes(space: SearchSpace) -> list[Change | None]:
 
 
 def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, ...]]]) -> Ways:
-    """`space` with each of some levers at one of its values."""
+    """`space` with these levers pinned, for every combination of their values."""
     names = [name for name, _, _ in some]
     for values in product(*(values for _, _, values in some)):
         chosen = dict(zip(names, values, strict=True))
@@ -83,8 +83,8 @@ def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, .
 
 
 def _more_host(space: SearchSpace) -> Change | None:
-    """What a node's host would have to have, also while a checkpoint is written."""
-    if not space.machine.host_bytes:  # it may have as much as it likes already, or there is none
+    """The host memory that a node would need, also while a checkpoint is written."""
+    if not space.machine.host_bytes:  # None: the size is unknown and does not limit; 0: there is no separate host
         return None
     plan = fitting(replace(space, machine=replace(space.machine, host_bytes=None)))
     if plan is None:
@@ -105,7 +105,7 @@ def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
 
 
 def _smallest(what: str, ways: Ways) -> Change | None:
-    """The first of `ways` after which something fits."""
+    """The first of `ways` with which some plan fits."""
     for to, changed in ways:
         if plan := fitting(changed):
             is_left_open = changed.machine.host_bytes is None and plan.host_bytes > 2**30
@@ -115,18 +115,18 @@ def _smallest(what: str, ways: Ways) -> Change | None:
 
 
 def fitting(space: SearchSpace) -> Candidate | None:
-    """A plan that fits, with the levers of last resort where nothing else does; None where there is none."""
+    """A plan that fits, with levers of last resort if needed; None if there is none."""
     if (plan := _fitting(space)) or (pressed := space.last_resort()) is None:
         return plan
     return _fitting(pressed)
 
 
 def _fitting(space: SearchSpace) -> Candidate | None:
-    """A plan that fits; levers that leave the host alone are tried first."""
+    """A plan that fits, without levers of last resort; levers that use no host memory are tried first."""
     try:
         pricing, levers = Pricing(space), space.levers()
         families = list(space.families(lambda layout: pricing.card_may_hold(layout, levers[-1]))) if levers else []
-        if space.machine.host_bytes is None:  # what does not fit with the strongest levers fits with none
+        if space.machine.host_bytes is None:  # a layout that does not fit with the strongest levers fits with no others
             families = [family for family in families if _fits_with(pricing, family, None)]
         for group in levers.groups if families else ():
             if fit := [family for family in families if _fits_with(pricing, family, group)]:
@@ -147,12 +147,12 @@ def _fits_with(pricing: Pricing, family: list[Layout], group: HostUse | None) ->
 
 
 def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
-    """A step of the leanest layout without levers."""
+    """A lower bound of the family's step time: that of its leanest layout with the weakest levers."""
     return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
 
 
 def _fewer_tokens(space: SearchSpace) -> Ways:
-    """Half of the tokens, again and again."""
+    """Half as many tokens per row, repeatedly."""
     length = space.workload.sequence_length // 2
     while length >= LEAST_TOKENS:
         yield f"--seq {length}", replace(space, workload=replace(space.workload, sequence_length=length))
@@ -160,7 +160,7 @@ def _fewer_tokens(space: SearchSpace) -> Ways:
 
 
 def _more_cards(space: SearchSpace) -> Ways:
-    """Twice the cards, again and again: inside the node up to eight, then more nodes."""
+    """Twice as many cards, repeatedly: inside the node up to eight, then more nodes."""
     machine = space.machine
     while machine.ranks * 2 <= MOST_RANKS:
         inside = machine.nodes == 1 and machine.per_node * 2 <= 8
@@ -170,8 +170,8 @@ def _more_cards(space: SearchSpace) -> Ways:
 
 
 def _other_cards(space: SearchSpace) -> Ways:
-    """Larger cards of the same vendor in the same number, the smallest first; chips that are whole computers only
-    instead of such."""
+    """As many larger cards of the same vendor, the smallest first; whole computers (superchips, SoCs) only in place of
+    cards of the same form."""
     machine, mine = space.machine, space.machine.accelerator
     whole = {"superchip", "soc"} - {mine.form}
     same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in whole)

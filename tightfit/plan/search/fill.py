@@ -1,9 +1,9 @@
-"""Fill: what a plan leaves free of the card buys time back, byte by byte.
+"""Fill: trade the memory that a plan leaves free on the card for time.
 
 The search tries levers in coarse steps, so a plan that fits may leave gigabytes unused. On one GPU they are spent here:
 on a budget of activations in place of recomputing whole layers (levers/policy/budget.py picks which), and on
-optimizer states that need not travel (`offload_keep_bytes`). Each is the largest that still fits, found by halving;
-both orders are tried and the faster plan is taken. What the user has decided is left alone.
+optimizer states that stay on the GPU (`offload_keep_bytes`). Each is the largest that still fits, by bisection; both
+orders are tried and the faster plan is taken. Pinned levers are not changed.
 """
 
 from bisect import bisect_left
@@ -19,10 +19,10 @@ from tightfit.plan.search.space import SearchSpace
 
 STEP_BYTES = 64 * 2**20
 MOST_LAYERS = 64
-"""Budgets of deeper models take seconds to work out."""
+"""Budgets of deeper models take seconds to compute."""
 CHECKPOINTING = ("checkpoint_every", "num_checkpoints", "checkpoint_keep", "checkpoint_budget_bytes")
 WORTH = 0.99
-"""A plan must be so much of the other's time to be worth another lever."""
+"""A plan with another lever is taken if its step takes less than this share of the time without it."""
 WithBytes = Callable[[int], Levers]
 
 
@@ -44,7 +44,7 @@ def fill_card(space: SearchSpace, candidate: Candidate) -> Candidate:
 
 
 def _keep_activations(space: SearchSpace, levers: Levers) -> WithBytes | None:
-    """Instead of recomputing layers, keep what the bytes allow."""
+    """From bytes to levers with a budget of so many bytes of activations, in place of recomputing whole layers."""
     if not levers.checkpoint_every or offloads_weights(levers) or space.workload.spec.layers > MOST_LAYERS:
         return None
     if any(name in space.pins.levers for name in CHECKPOINTING) or levers.checkpoint_host_bytes is not None:
@@ -54,20 +54,20 @@ def _keep_activations(space: SearchSpace, levers: Levers) -> WithBytes | None:
 
 
 def _keep_states(space: SearchSpace, levers: Levers) -> WithBytes | None:
-    """Of offloaded states, keep on the GPU what fits."""
+    """From bytes to levers that keep so many bytes of offloaded states on the GPU."""
     if not offloads_states(levers) or "offload_keep_bytes" in space.pins.levers:
         return None
     return lambda size: levers.model_copy(update={"offload_keep_bytes": size})
 
 
 def _largest(pricing: Pricing, layout: Layout, levers: WithBytes) -> Candidate | None:
-    """With the most bytes that fit."""
+    """The candidate with the most bytes that fit."""
     machine = pricing.space.machine
 
     def tried(steps: int) -> Candidate | None:
         try:
             return pricing.candidate(layout, levers(steps * STEP_BYTES))
-        except UserError:  # a budget below what layers cannot do without
+        except UserError:  # a budget smaller than what layers keep at the least
             return None
 
     def is_too_much(steps: int) -> bool:

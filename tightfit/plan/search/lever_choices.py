@@ -1,8 +1,8 @@
-"""Lever choices: what a search tries of each lever, and which of two sets of levers needs more memory.
+"""Lever choices: the sets of levers that a search tries, and which of two sets needs more memory.
 
-What is tried stands in the table of levers (jobs/lever_table.py). Left out because something else is never worse: the
-plain loss (slower and larger); a pin brings it back. Of the levers that some layouts refuse (jobs/rules), only those
-that run everywhere are searched.
+The values tried per lever are in jobs/lever_table.py. Left out because another value is never worse: the plain loss
+(slower and larger); a pin brings it back. Of the levers that some layouts refuse (jobs/rules), only those that run
+everywhere are searched.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
 
 TILED_LENGTH = 16384
-"""From this length on tiles save more of activations than their float32 sums of weights' gradients take."""
+"""From this sequence length on, tiles save more bytes of activations than their float32 sums of gradients take."""
 SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
 STATES_LEVER = "offload"
 """The lever that says which states are on the host."""
 HostUse = tuple[str, str, bool]
-"""What levers keep on the host: which states, in which format, and whether checkpoints."""
+"""Use of host memory by a set of levers: which states, in which format, and whether checkpoints."""
 
 
 def lever_sets(wanted: Wanted, pinned: Mapping[str, Any]) -> list[Levers]:
     """Every set of levers that does not contradict itself, the simplest first and the strongest last.
 
-    Where checkpoints may go to the host and no pin says otherwise, those of every layer do.
+    Unless pinned, `offload_checkpoints` is only combined with checkpointing every layer, if any set has that.
     """
     values = {row.name: tried(wanted) for row, tried in SEARCHED}
     values |= {name: (value,) for name, value in pinned.items()}
@@ -46,25 +46,26 @@ def strengths(levers: Levers) -> tuple[float, ...]:
 
 
 def weaker(levers: Levers, other: Levers) -> bool:
-    """Whether `levers` pulls no lever harder than `other` does, and so needs no less memory."""
+    """Whether every lever of `levers` is at most as strong as in `other`, so that `levers` needs at least as much
+    memory."""
     return all(map(le, strengths(levers), strengths(other)))
 
 
 @lru_cache(maxsize=4096)
 def without_gains(levers: Levers) -> Levers:
-    """The same without levers that are pulled for memory alone; `levers` themselves where others ask for these."""
+    """`levers` without those that are searched for memory alone; `levers` themselves where others depend on these."""
     for_memory = (row.name for row, _ in SEARCHED if row.for_memory_alone(levers))
     plainer = levers.model_copy(update={name: Levers.model_fields[name].default for name in for_memory})
     return levers if refused_levers(plainer) else plainer
 
 
 def decides_host(pinned: Mapping[str, Any]) -> bool:
-    """Whether a pin says what states are on the host."""
+    """Whether a pin decides which states are on the host."""
     return STATES_LEVER in pinned
 
 
 states_on_host = attrgetter(STATES_LEVER, "optimizer_states")
-"""What states levers keep on the host, and in which format."""
+"""Which states a set of levers keeps on the host, and in which format."""
 
 
 class LeverSets(tuple[Levers, ...]):
@@ -72,13 +73,13 @@ class LeverSets(tuple[Levers, ...]):
 
     @cached_property
     def groups(self) -> dict[HostUse, list[Levers]]:
-        """Those that keep the same on the host. When the last of them, the strongest, does not fit, none of them does,
-        be it the card or the host that is short."""
+        """Sets by what they keep on the host. If the last of a group, the strongest, does not fit on card and host,
+        none of the group does."""
         found: dict[HostUse, list[Levers]] = {}
         for levers in self:
             found.setdefault((*states_on_host(levers), levers.offload_checkpoints), []).append(levers)
         return found
 
     def strongest(self, *, any_host: bool) -> list[Levers]:
-        """If none of these fits, none does at all; a host of unknown size holds `any`."""
+        """Sets of which one fits if any set does: the strongest of each group, or of all if the host does not limit."""
         return list(self[-1:]) if any_host else [group[-1] for group in reversed(self.groups.values())]

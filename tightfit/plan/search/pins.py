@@ -18,7 +18,7 @@ SECTIONS: dict[str, type[Section]] = {"layout": Layout, "levers": Levers}
 
 @dataclass(frozen=True)
 class Pins:
-    """Decided fields, by name; `of_engine` are those that another engine decides, such as `levers.loss`."""
+    """Decided fields, by name; `of_engine` names those that another engine decides, such as `levers.loss`."""
 
     layout: Mapping[str, Any] = field(default_factory=dict)
     levers: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Pins:
         return ", ".join([*said, *([f"--engine {self.engine}"] if self.of_engine else [])])
 
     def own(self) -> Iterator[tuple[str, str]]:
-        """Section and name of what the user has decided."""
+        """Section and name of the fields that the user has decided."""
         for section in SECTIONS:
             yield from ((section, name) for name in getattr(self, section) if f"{section}.{name}" not in self.of_engine)
 
@@ -47,7 +47,7 @@ class Pins:
         return replace(self, levers={**self.levers, **levers})
 
     def with_engine(self, engine: Engine) -> "Pins":
-        """These, and what `engine` does not do; a sentence where it cannot split as pinned."""
+        """These pins, and the fields that `engine` fixes; a UserError where it cannot split as pinned."""
         for name, value in engine.fixed_layout:
             if self.layout.get(name, value) != value:
                 raise UserError(
@@ -61,7 +61,7 @@ class Pins:
 
 
 def parse_pins(texts: Sequence[str]) -> Pins:
-    """From `layout.zero=3`, `levers.offload=none`; every mistake is one sentence."""
+    """Pins from `layout.zero=3`, `levers.offload=none`; a UserError names a mistake."""
     found: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for text in texts:
         path, equals, value = text.partition("=")

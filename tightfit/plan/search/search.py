@@ -1,18 +1,18 @@
-"""Search: the fastest layout and levers that fit, and the best of each other kind.
+"""Search: the fastest layout and levers that fit, and the best of each other kind. A branch and bound.
 
-Every lever costs time and none adds memory, so a layout's time without levers is a lower bound, and its memory with all
-of them too. (Updates inside backward may save a few percent, as they move less than a step's update does; but they clip
-by an estimate, so where no states are on the host they are ranked as if they saved nothing.) A family of
-layouts (same degrees) is out when none of its leanest members fits with every lever pulled. Layouts of the rest are
-taken by their lower bound. Of the levers that leave a layout fast enough, the strongest are asked first: where they do
-not fit, no weaker ones do; where they do, the fastest that fit are looked for. Layouts fall into kinds (which degrees
-are above one, which ZeRO stage); once a kind has a plan, its slower layouts are skipped, and once as many kinds as are
-told have one, all that are slower than these.
+Every lever costs time and none adds memory, so a layout's time without levers is a lower bound of its time, and its
+memory with all levers a lower bound of its memory. (Updates inside backward may save a few percent of time, as they
+move fewer bytes than a step's update; but they clip by an estimate, so where no states are on the host they are ranked
+as if they saved nothing.) A family of layouts (same degrees) is dropped if none of its leanest members fits with every
+lever pulled. The other families' layouts are tried in the order of their lower bounds of time. Of the sets of levers
+that leave a layout fast enough, the strongest are checked first: if they do not fit, no weaker ones do; if they do, the
+fastest set that fits is kept. Layouts have kinds (which degrees are above one, which ZeRO stage); once a kind has a
+plan, its slower layouts are skipped, and once TOLD kinds have one, all layouts slower than those plans.
 
-Where nothing fits several ranks, levers that only some layouts have (`SearchSpace.last_resort`) are searched as well.
-Plans that leave 5 % of the card are looked for first, as formulas and fragmentation are not known better than that;
-then those that just fit. Where nobody said how much memory the host has, offload comes last. The winner is the simplest
-of the plans within 2 % of the fastest: the model of time is not better than that.
+If nothing fits on several ranks, levers that only some layouts have (`SearchSpace.last_resort`) are searched as well.
+Plans that leave 5 % of the card free are looked for first, as formulas and fragmentation are not more accurate than
+that; then plans that just fit. If the host's memory is unknown, offload is tried last. The winner is the simplest of
+the plans within 2 % of the fastest: the model of time is not more accurate than that.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ from tightfit.plan.search.space import SearchSpace
 COMFORT = 0.95
 SAME = 1.02
 HOPELESS = 3.0
-"""Layouts this many times slower than the best are not looked at: nobody would take them."""
+"""Layouts this many times slower than the best are not searched: they are no alternatives."""
 TOLD = 6
-"""Kinds of layouts that are told: the fastest, and five others."""
+"""Kinds of layouts that an answer reports: the fastest, and five others."""
 LayoutKind = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the search came back with: plans that fit, best first, and the one that is nearest to fitting."""
+    """Result of a search: plans that fit, best first, and the one that is nearest to fitting."""
 
     plans: tuple[Candidate, ...]
     nearest: Candidate
@@ -49,7 +49,7 @@ class Found:
 
 
 def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
-    """The best plan of each kind, of all families of layouts or of some."""
+    """The best plan of each kind, from all families of layouts or from `only` some."""
     found = _found(space, only)
     pressed = None if found.plans or only is not None else space.last_resort()
     if pressed is None:
@@ -65,7 +65,7 @@ def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
 
 
 def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
-    """What one search comes back with."""
+    """The result of one search, without levers of last resort."""
     space.check()
     pricing = Pricing(space)
     families = pricing.within_budget(list(space.families()) if only is None else only)
@@ -78,16 +78,16 @@ def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
 
 
 def _host_uses(space: SearchSpace) -> tuple[bool, ...]:
-    """Whether levers may use the host, in turn: last where nobody said what it has, never where there is none."""
+    """Whether levers may use host memory, in the order to try: if its size is unknown first not, if it is 0 never."""
     if space.machine.host_bytes or decides_host(space.pins.levers) or not space.levers(host=False):
         return (True,)
     return (False, True) if space.machine.host_bytes is None else (False,)
 
 
 def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_bytes: int) -> Candidate | None:
-    """The levers that cost least time beside `wanted` and make `layout` fit in `room_bytes`; None where none does.
+    """The levers that, added to `wanted`, make `layout` fit in `room_bytes` at the least cost of time; None if none do.
 
-    The simplest of those that are as fast.
+    Of sets within 2 % of the fastest, the simplest.
     """
     pricing, fitting = Pricing(space), list[Candidate]()
     choices = (_joined(wanted, each) for each in space.levers_of(layout))
@@ -101,7 +101,7 @@ def cheapest_that_fits(space: SearchSpace, layout: Layout, wanted: Levers, room_
 
 
 def _joined(wanted: Levers, more: Levers) -> Levers:
-    """`more`, with what of `wanted` the search does not decide."""
+    """`more`, with fields of `wanted` that the search does not decide."""
     decided = {name: getattr(more, name) for name in more.model_fields_set}
     return Levers(**(wanted.model_dump() | decided))
 
@@ -113,14 +113,14 @@ class _Search:
         self.pricing, self.space, self.share = pricing, pricing.space, share
         self.step_s, self.fits = pricing.ranking_s, partial(pricing.fits, share=share)
         self.levers = partial(self.space.levers_of, host=host)
-        """What levers a layout can have."""
+        """From a layout to the sets of levers it can have."""
         self.families = [[each for each in family if self.levers(each)] for family in families]
         self.feasible: dict[int, bool] = {}
         self.best: dict[LayoutKind, Candidate] = {}
 
     @property
     def layouts(self) -> int:
-        """How many there are to look at."""
+        """Number of layouts in the search."""
         return sum(len(family) for family in self.families)
 
     def plans(self) -> list[Candidate]:
@@ -139,7 +139,7 @@ class _Search:
         return _ranked(list(self.best.values()))
 
     def nearest(self) -> Candidate:
-        """Where nothing fits, what is short of least; of equals, the fastest."""
+        """The candidate that lacks the fewest bytes; of equals, the fastest."""
         best: Candidate | None = None
         for layout in (each for family in self.families for each in self.space.leanest(family)):
             for levers in self._strongest(layout):
@@ -151,14 +151,15 @@ class _Search:
         return best
 
     def _bound_s(self, layout: Layout) -> float | None:
-        """No levers take less than the weakest of the first group whose strongest may fit; None where none may."""
+        """A lower bound of the layout's step time: the weakest levers of the first group whose strongest may fit; None
+        if no group's may."""
         groups = self.levers(layout).groups.values()
         weakest = next((group[0] for group in groups if self.pricing.may_fit(layout, group[-1], self.share)), None)
         return None if weakest is None else self.step_s(layout, weakest)
 
     def _limit_s(self, kind: LayoutKind | None = None) -> float:
-        """From here on a plan is not told: its kind has one as fast, as many kinds as are told do, or it is hopeless;
-        but one that is as good as the fastest may be simpler."""
+        """The step time from which on a plan would not be reported: its kind, or TOLD kinds, have faster ones, or it is
+        HOPELESS times slower; but plans within 2 % of the fastest always count, as they may be simpler."""
         if not self.best:
             return float("inf")
         times_s = sorted(each.step_s for each in self.best.values())
@@ -176,7 +177,7 @@ class _Search:
         return self.feasible[number]
 
     def _try(self, layout: Layout) -> None:
-        """Keep the fastest levers of this layout that fit, if that is better than what its kind has."""
+        """Keep the fastest levers of this layout that fit, if they beat the best plan of its kind."""
         kind = kind_of(layout)
         limit_s = self._limit_s(kind)
         groups = self.levers(layout).groups.values()
@@ -191,7 +192,7 @@ class _Search:
             failed.append(levers)
 
     def _below_what_fits(self, layout: Layout, group: list[Levers], limit_s: float) -> list[Levers]:
-        """Levers of a group that are fast enough, and as strong as or weaker than some that are so and fit."""
+        """Sets of a group that are fast enough and may fit: they fit, or a set at least as strong does."""
         below: list[Levers] = []
         fails: list[Levers] = []
         for levers in reversed(self._fast_enough(layout, group, limit_s)):
@@ -202,7 +203,7 @@ class _Search:
         return below[::-1]
 
     def _fast_enough(self, layout: Layout, group: list[Levers], limit_s: float) -> list[Levers]:
-        """Levers of a group that take less; on several ranks, none that are stronger than some that do not."""
+        """Sets of a group that take less than `limit_s`; on several ranks, skipping sets stronger than a slow one."""
         fast: list[Levers] = []
         slow: list[Levers] = []
         if not self.pricing.may_fit(layout, group[-1], self.share):
@@ -221,12 +222,12 @@ class _Search:
 
 
 def kind_of(layout: Layout) -> LayoutKind:
-    """What is split, and how the data ranks share."""
+    """Which degrees are above one, the tensor mesh, and the ZeRO stage."""
     return (*(getattr(layout, name) > 1 for name in SPLITS), layout.tensor_mesh, layout.zero)
 
 
 def _ranked(plans: list[Candidate]) -> list[Candidate]:
-    """Fastest first, but the simplest of those that are as good as the fastest before them."""
+    """Fastest first, except that the simplest of the plans within 2 % of the fastest comes before all."""
     if not plans:
         return []
     fastest = min(each.step_s for each in plans)

@@ -1,12 +1,12 @@
 """The search space: every layout of a machine's ranks, and every set of levers worth trying.
 
-A layout is a way to write the ranks as pipeline × data × context × tensor, with what fits each: tensor ranks divide
-heads and MLPs, pipeline ranks are at most the layers, context ranks keep at least 512 tokens each and exchange heads or
+A layout is a factorisation of the ranks into pipeline × data × context × tensor, where tensor ranks divide heads and
+MLPs, pipeline ranks are at most as many as layers, context ranks have at least 512 tokens each and exchange heads or
 form a ring, expert ranks divide the experts, and data ranks divide the batch. Micro-batches are divisors up to 64 rows.
 
-Left out because something else is never worse: gpipe (1f1b takes as long and less memory), and context ranks with a
-micro-batch that shares a factor with them (more data ranks with smaller micro-batches are the same, without the ring).
-A pin brings them back.
+Left out because another layout is never worse: gpipe (1f1b takes as long and less memory), and context ranks with a
+micro-batch that shares a factor with them (more data ranks with smaller micro-batches have the same tokens per rank,
+without the exchange). A pin brings them back.
 """
 
 import math
@@ -35,13 +35,13 @@ from tightfit.plan.search.pins import Pins
 LEAST_CONTEXT_TOKENS = 512
 LARGEST_MICRO_BATCH = 64
 ASKED_REASONS = 64
-"""Layouts that are asked why, where none is left."""
+"""Refused layouts whose reasons are counted for the error, if no layout is left."""
 MOST_PIPELINED_LAYERS = 256
-"""Where to cut deeper models takes minutes to work out (memory/formulas/cut.py)."""
+"""For deeper models the cut into stages takes minutes to compute (memory/formulas/cut.py)."""
 STAGES_PER_RANK = (2, 4)
-"""Of interleaved schedules."""
+"""Values tried with interleaved schedules."""
 ON_REQUEST: tuple[PipelineSchedule, ...] = ("gpipe", "2bw")
-"""Schedules that are tried where they are asked for: one is never faster, the other trains otherwise."""
+"""Schedules that are tried only if pinned: gpipe is never faster, 2bw changes the training (stale gradients)."""
 NO_PINS = Pins()
 NO_LEVERS = Levers()
 NOT_SEARCHED = ("shard_inside", "sequence_parallel")
@@ -49,7 +49,7 @@ NOT_SEARCHED = ("shard_inside", "sequence_parallel")
 
 
 class RulebookAnswers:
-    """What the rulebook has said about layouts and levers of a search space: nothing of it depends on the card."""
+    """Cache of the rules' answers about layouts and levers of a search space; none depends on the card."""
 
     def __init__(self) -> None:
         self.levers: dict[object, LeverSets] = {}
@@ -57,7 +57,7 @@ class RulebookAnswers:
 
     @cached_property
     def in_last_resort(self) -> "RulebookAnswers":
-        """The same with the levers of last resort."""
+        """The cache of the same space with levers of last resort."""
         return RulebookAnswers()
 
 
@@ -73,11 +73,12 @@ class SearchSpace:
 
     @property
     def overheads(self) -> Overheads:
-        """What the device holds besides tensors."""
+        """Memory of the device besides tensors."""
         return ON_CPU if self.machine.is_cpu else INSTALLED
 
     def last_resort(self) -> "SearchSpace | None":
-        """Where to look when nothing fits several ranks: levers that only some layouts have, at their strongest."""
+        """The space to search if nothing fits on several ranks: levers that only some layouts have, at their strongest;
+        None on one rank, or if all such levers are pinned."""
         values = {row.name: row.last_resort for row in LEVER_TABLE if row.last_resort is not None}
         left = {name: value for name, value in values.items() if name not in self.pins.levers}
         if self.machine.ranks == 1 or not left:
@@ -85,7 +86,7 @@ class SearchSpace:
         return replace(self, pins=self.pins.with_levers(left))._knowing(self.answers.in_last_resort)
 
     def with_card(self, machine: Machine) -> "SearchSpace":
-        """The same on a machine of as many other cards."""
+        """The same space on a machine with as many cards of another kind."""
         return replace(self, machine=machine)._knowing(self.answers)
 
     def _knowing(self, answers: RulebookAnswers) -> "SearchSpace":
@@ -97,8 +98,8 @@ class SearchSpace:
         return chain.from_iterable(self.families())
 
     def families(self, worth: Callable[[Layout], bool] = lambda layout: True) -> Iterator[list[Layout]]:
-        """Layouts that differ in micro-batch and schedule only, smallest micro-batch first; of those that are `worth`
-        asking the rulebook about."""
+        """Groups of layouts that differ in micro-batch and schedule only, smallest micro-batch first; `worth` drops
+        layouts before the rules are checked, which is slower."""
         layers = self.workload.spec.layers
         for layouts in self._every_family():
             cuttable = (layout for layout in layouts if layout.pipeline * layout.stages_per_rank <= layers)
@@ -106,7 +107,7 @@ class SearchSpace:
                 yield family
 
     def _every_family(self) -> Iterator[Iterator[Layout]]:
-        """Before the rulebook is asked."""
+        """All families before the rules are checked."""
         for mesh, pipeline, (context, ring) in product(self._tensor(), self._pipeline(), self._context()):
             if pipeline * context > 1 and not self._is_mesh_worth_a_mixture(mesh):
                 continue
@@ -118,7 +119,7 @@ class SearchSpace:
                 yield self._schedules(degrees | {"expert": expert, "zero": zero})
 
     def _reason(self, layout: Layout) -> str | None:
-        """What the rulebook has against `layout`, or against all levers in it."""
+        """The sentence with which the rules refuse `layout`, or all levers in it; None where they allow it."""
         reasons = self.answers.reasons
         if layout not in reasons:
             reasons[layout] = self._found_reason(layout)
@@ -132,12 +133,13 @@ class SearchSpace:
         return self.refusal(layout, self.levers()[0])
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
-        """What the rulebook says against a candidate."""
+        """The sentence with which the rules refuse a layout with levers; None where they allow it."""
         return refused_workload(self.workload, layout, levers)
 
     def leanest(self, family: list[Layout]) -> list[Layout]:
-        """One of these needs the least memory: the smallest micro-batch of each schedule, or one of those that keep
-        all there is in flight, as that does not grow with the micro-batch; or one that leaves no sums of gradients."""
+        """Layouts of which one needs the least memory: per schedule, the smallest micro-batch that accumulates and
+        fills the pipeline (larger ones only need more), and every micro-batch that does not: those have fewer in
+        flight, or no sums of gradients."""
         found: dict[tuple[str, int, int], Layout] = {}
         for layout in family:
             free = self.accumulates(layout) and self.fills_pipeline(layout)
@@ -146,13 +148,13 @@ class SearchSpace:
         return list(found.values())
 
     def fills_pipeline(self, layout: Layout) -> bool:
-        """Whether as many micro-batches are in flight as ever are, so that larger ones can only need more memory."""
+        """Whether as many micro-batches are in flight as the schedule allows, so that larger ones need more memory."""
         count = self.workload.micro_batches(layout)
         many = count + layout.pipeline * (layout.stages_per_rank + 1)
         return micro_batches_in_flight(layout, 0, count) == micro_batches_in_flight(layout, 0, many)
 
     def accumulates(self, layout: Layout) -> bool:
-        """Whether a step has several micro-batches, so that gradients wait between them."""
+        """Whether a step has several micro-batches, so that sums of gradients exist between them."""
         return self.workload.micro_batches(layout) > 1
 
     def _allows(self, name: str, value: Any) -> bool:
@@ -162,7 +164,7 @@ class SearchSpace:
         return [value for value in values if self._allows(name, value)]
 
     def _tensor(self) -> list[dict[str, Any]]:
-        """Tensor ranks in a line, and on meshes whose depth is at most their side, as a pin may want otherwise."""
+        """Tensor ranks in a line, and on meshes, whose depth is at most their side unless it is pinned."""
         spec, pins = self.workload.spec, self.pins.layout
         ranks = self._pinned("tensor", divisors(self.machine.ranks))
         found = [{"tensor": t, "tensor_mesh": "1d", "tensor_depth": 1} for t in ranks if indivisible(spec, t) is None]
@@ -175,7 +177,8 @@ class SearchSpace:
         return [mesh for mesh in found if all(self._allows(name, value) for name, value in mesh.items())]
 
     def _is_mesh_worth_a_mixture(self, mesh: dict[str, Any]) -> bool:
-        """Inside a node a line waits less; larger than a node, or asked for, a mesh is tried beside other splits."""
+        """Whether a mesh is tried beside pipeline or context ranks: if it is larger than a node (inside a node a line's
+        collectives are faster), or pinned."""
         is_asked = "tensor_mesh" in self.pins.layout
         return mesh["tensor_mesh"] == "1d" or is_asked or mesh["tensor"] > self.machine.per_node
 
@@ -185,7 +188,7 @@ class SearchSpace:
         return self._pinned("pipeline", [p for p in divisors(self.machine.ranks) if p <= most])
 
     def _context(self) -> list[tuple[int, int]]:
-        """Context ranks, and the ring of them; the rulebook leaves rings that are as large as heads need."""
+        """Pairs of context ranks and ring; the rules later drop rings that leave too many ranks for the heads."""
         length = self.workload.sequence_length
         asked = "context" in self.pins.layout
         usable = [c for c in divisors(self.machine.ranks) if c == 1 or asked or _splits_rows(c, length)]
@@ -196,7 +199,8 @@ class SearchSpace:
         ]
 
     def _rings(self, context: int) -> list[int]:
-        """None, all of the context ranks, and the smallest ring that leaves heads to exchange; or the pinned one."""
+        """Ring sizes to try: 1 (heads only), all context ranks, and the smallest ring with which the others can
+        exchange heads; all divisors if a ring is pinned."""
         if "ring" in self.pins.layout:
             return divisors(context)
         spec = self.workload.spec
@@ -209,10 +213,8 @@ class SearchSpace:
         return self._pinned("expert", [e for e in divisors(ranks) if count % e == 0])
 
     def _zero(self, ranks: int, pipeline: int) -> list[int]:
-        """Pipelines have ZeRO-1 at most: more would gather or reduce with every micro-batch, and is not trained.
-
-        A pin still says what it would cost.
-        """
+        """ZeRO stages to try: with a pipeline 0 and 1, as 2 and 3 would reduce or gather at every micro-batch, which
+        the rules refuse; all if a stage is pinned, so that the rules' reason is reported."""
         stages = [0, 1] if pipeline > 1 and "zero" not in self.pins.layout else [0, 1, 2, 3]
         return self._pinned("zero", stages if ranks > 1 else [0])
 
@@ -233,7 +235,7 @@ class SearchSpace:
             yield _layout(**degrees, **order, **fixed)
 
     def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
-        """Schedules of a pipeline, with the stages that each rank has."""
+        """Schedules to try with a pipeline of so many ranks, each with its stages per rank."""
         orders: list[tuple[PipelineSchedule, int]] = [("1f1b", 1)]
         if pipeline > 1:
             several = (
@@ -246,7 +248,7 @@ class SearchSpace:
         return [order for order in orders if self._allows("stages_per_rank", order[1])]
 
     def levers(self, *, host: bool = True) -> LeverSets:
-        """Every set of levers, the simplest first and the strongest last; without `host` memory where that is asked."""
+        """Every set of levers, the simplest first and the strongest last; `host`: whether they may use host memory."""
         known = self.answers.levers
         if host not in known:
             workload = self.workload
@@ -263,8 +265,8 @@ class SearchSpace:
         return known[host]
 
     def levers_of(self, layout: Layout, *, host: bool = True) -> LeverSets:
-        """Those of `levers` that `layout`, one of `layouts`, can have. Layouts that are alike to the rules about levers
-        are asked once."""
+        """The sets of `levers` that the rules allow for `layout`, one of `layouts`; cached by the fields of the layout
+        that rules about levers read."""
         alike = (
             host,
             layout.tensor,
@@ -283,7 +285,7 @@ class SearchSpace:
         return known[alike]
 
     def check(self) -> None:
-        """A sentence where pins or the batch leave no layout or no levers at all."""
+        """Raise a UserError if pins or the batch leave no layout or no levers."""
         if not self.levers():
             alone = Levers.model_construct(**self.pins.levers)
             raise UserError(refused_levers(alone) or f"no set of levers agrees with all of {self.pins}; drop one")
@@ -291,7 +293,7 @@ class SearchSpace:
             raise UserError(self._why_none())
 
     def _why_none(self) -> str:
-        """The rule that a layout of the pins alone breaks, or what the batch does not divide into."""
+        """A sentence why there is no layout: degrees that do not divide, a rule that the pins break, or the batch."""
         ranks, pins, spec = self.machine.ranks, self.pins.layout, self.workload.spec
         degrees = {name: pins[name] for name in ("data", "tensor", "pipeline", "context") if name in pins}
         for name, value in degrees.items():
@@ -312,7 +314,7 @@ class SearchSpace:
         return self._without_batch() or self._without_a_pin()
 
     def _against_pins_alone(self, other_ranks: int) -> str | None:
-        """What the rulebook has against the pinned splits, where all other ranks are data ranks."""
+        """The rules' sentence against the pinned splits if all other ranks are data ranks; None if they allow it."""
         pins = self.pins.layout
         names = ["tensor", "pipeline", "context", "expert"]
         names += ["ring"] if "context" in pins else []
@@ -322,7 +324,7 @@ class SearchSpace:
         return self.refusal(alone, NO_LEVERS)
 
     def _without_batch(self) -> str | None:
-        """About rows that are too few or odd, where another number of them leaves a layout."""
+        """A sentence about a global batch that does not divide, if another number of rows would leave a layout."""
         rows = self.machine.ranks * self.pins.layout.get("micro_batch", 1)
         if not replace(self, workload=replace(self.workload, global_batch=rows))._has_layout():
             return None
@@ -333,20 +335,20 @@ class SearchSpace:
         )
 
     def _without_a_pin(self) -> str:
-        """The rule that most layouts break, or the pin without which there is one."""
+        """A sentence with the rule that most layouts break, or the pin without which there would be a layout."""
         alone = (each for each in self.pins.own() if replace(self, pins=self.pins.without(*each))._has_layout())
         culprit = ".".join(next(alone, ()))
         reasons = (self._reason(layout) for family in self._every_family() for layout in family)
-        told = Counter(reason for reason in islice(reasons, ASKED_REASONS) if reason and culprit in reason)
-        if told:  # what most have, another size does not mend
+        counts = Counter(reason for reason in islice(reasons, ASKED_REASONS) if reason and culprit in reason)
+        if counts:  # the most common reason is not one that another micro-batch or degree would fix
             pinned = f" that agrees with {self.pins}" if self.pins else ""
-            return f"{self.machine.text} has no layout{pinned}: {told.most_common(1)[0][0]}"
+            return f"{self.machine.text} has no layout{pinned}: {counts.most_common(1)[0][0]}"
         if culprit:
             return f"no layout of {self.machine.text} for {self.workload.spec.family} agrees with {self._said(culprit)}"
         return f"no layout of {self.machine.text} agrees with all of {self.pins}; drop one"
 
     def _said(self, culprit: str) -> str:
-        """A pin, and what it is beside, with the fix."""
+        """A pin with the others beside it, and the fix."""
         section, _, name = culprit.partition(".")
         others = self.pins.without(section, name)
         beside = f" beside {others}" if others else ""
@@ -358,11 +360,11 @@ class SearchSpace:
 
 @lru_cache(maxsize=2**16)
 def _layout(**fields: Any) -> Layout:
-    """Unchecked, as the rulebook is asked later. What would have to change is looked for in a hundred spaces of much
-    the same layouts."""
+    """A layout without validation, as the rules are checked later; cached, because changes.py searches a hundred spaces
+    with mostly the same layouts."""
     return Layout.model_construct(**fields)
 
 
 def _splits_rows(context: int, length: int) -> bool:
-    """Each context rank takes a piece from both ends of a row, so that causal work is even."""
+    """Whether each context rank can have two equal pieces, one from either end of a row (for even causal work)."""
     return length % (2 * context) == 0 and length // context >= LEAST_CONTEXT_TOKENS

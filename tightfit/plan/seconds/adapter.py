@@ -1,10 +1,10 @@
-"""Adapters: products of a frozen layer, and what its adapters add to them (levers/adapter.py).
+"""Adapters: products of a frozen layer, and the seconds that its adapters add (levers/adapter.py).
 
 Forward has every product of the frozen matrices, backward one for each instead of two: the gradient of the input, none
-of the weight. An adapter's own products are so narrow that reading and writing their tokens is all they take, at a
-third of a card's rate: forward reads x and adds to y; backward reads dy twice and x, and adds to dx. A coded matrix is
-expanded before either product: codes are read and the matrix is written, at a seventh of the card's rate; where no
-kernel does that at once, through float32 copies.
+of the weight. An adapter's own products are so narrow that they are memory-bound, at a third of the card's bandwidth:
+forward reads x and adds to y; backward reads dy twice and x, and adds to dx. A coded matrix is dequantized before
+either product: codes are read and the matrix is written, at a seventh of the card's bandwidth; without a fused kernel,
+through float32 copies.
 """
 
 from dataclasses import replace
@@ -18,15 +18,15 @@ from tightfit.plan.seconds.products import Products
 from tightfit.plan.seconds.rates import Rates
 
 NARROW = 3
-"""Times that tokens take through products with 16 rows beyond what reading and writing them does (adapter_step.csv)."""
+"""Seconds of products with 16 rows, as a multiple of reading and writing their tokens (adapter_step.csv)."""
 EXPANDING = 7
-"""Times that a kernel takes from codes to a matrix beyond what reading and writing them does (adapter_step.csv)."""
+"""Seconds of a dequantizing kernel, as a multiple of reading the codes and writing the matrix (adapter_step.csv)."""
 COPIES = 3
-"""Times that numbers are written and read on the way from codes that no kernel expands at once."""
+"""Tensors written and read when codes are dequantized without a fused kernel."""
 
 
 def frozen_products(workload: Workload, rates: Rates, products: Products, tokens: float) -> tuple[Products, float]:
-    """`products` of a layer with what adapters and codes add to them, and the seconds of products in backward."""
+    """Forward `products` of a layer with adapters and dequantization, and the seconds of products in backward."""
     adapted = workload.adapted
     assert adapted is not None
     shapes = linear_shapes(workload.spec)
@@ -49,7 +49,7 @@ def frozen_products(workload: Workload, rates: Rates, products: Products, tokens
 
 
 def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, rates: Rates) -> float:
-    """Seconds from codes to a matrix."""
+    """Seconds to dequantize a matrix; 0 where it is not coded."""
     scheme, (outputs, inputs) = adapted.base.scheme, shape
     if scheme is None:
         return 0.0
@@ -61,7 +61,7 @@ def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, r
 def _beyond_frozen_s(
     adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, numbers: float
 ) -> float:
-    """Beyond the product with the frozen matrix: its expansion, and `numbers` that an adapter reads or writes."""
+    """Seconds besides the product with the frozen matrix: dequantizing it, and `numbers` moved by an adapter."""
     expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
     if name not in adapted.projections:
         return expanded_s
@@ -69,7 +69,7 @@ def _beyond_frozen_s(
 
 
 def adapter_launch(workload: Workload) -> Launch:
-    """What the host launches of a layer beyond a trained one's."""
+    """Launches of a layer with adapters beyond those of a trained layer."""
     adapted = workload.adapted
     if adapted is None:
         return Launch(0.0, 0.0)
@@ -79,6 +79,6 @@ def adapter_launch(workload: Workload) -> Launch:
 
 
 def adapter_params(adapted: Adapted, workload: Workload) -> RankParams:
-    """What a rank updates and sums over data ranks."""
+    """The parameters that a rank updates and reduces over data ranks: the adapters'."""
     own = float(adapted.params(workload.spec))
     return RankParams(dense=own, experts=0.0, root=0.0, owned=own, owned_embedding=0.0, owned_ends=0.0)

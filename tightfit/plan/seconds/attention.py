@@ -1,12 +1,12 @@
-"""Attention: its pairs of tokens, and its tokens, which cost as much as so many keys each (hardware/efficiency.py).
+"""Attention: FLOPs of its pairs of tokens, and a fixed cost per token, as a number of keys (hardware/efficiency.py).
 
-Causal attention takes 4 × pairs × query width operations forward, and 2.5 times that backward, as flash attention
-computes the scores again. Forward reads all keys and values of a head for each block of queries: what of them the L2
-cache does not hold comes from memory again and again,
+Causal attention takes 4 × pairs × query width FLOPs forward, and 2.5 times that backward: five products instead of two,
+as flash attention recomputes the scores. Forward reads all keys and values of a head for each block of queries; the
+share of them that does not fit the L2 cache is read from memory every time, which costs up to 22 %:
 
     missed = max(0, 1 − L2 / (4 bytes · length · head size))      forward · (1 + 0.22 · missed)
 
-which is what rows of 131 072 to 524 288 tokens take on an H200 (long_attention.csv).
+fitted to rows of 131 072 to 524 288 tokens on an H200 (long_attention.csv).
 """
 
 from functools import cache
@@ -17,20 +17,20 @@ from tightfit.plan.seconds.rates import AttentionRates, Rates
 
 BACKWARD_WORK = 2.5
 L2_BYTES = 50e6
-"""An H100's and an H200's; cards of other generations have 6 to 128 MB."""
+"""L2 cache of an H100 and an H200; cards of other generations have 6 to 128 MB."""
 MISSED_MORE = 0.22
 
 
 @cache
 def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
-    """Pairs (query, key) of one row in the average layer: T²/2, or less where layers look through a window."""
+    """Pairs (query, key) of one row in the average layer: T²/2, fewer in layers with a window."""
     full, windowed = sequence_length**2 / 2, _windowed_pairs(spec, sequence_length)
     windowed_share = len(spec.window_layers) / spec.layers
     return windowed_share * windowed + (1 - windowed_share) * full
 
 
 def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> PassSeconds:
-    """Of one layer and `tokens` queries to their rows of `sequence_length`; tensor ranks split heads."""
+    """Attention of one layer for `tokens` queries in rows of `sequence_length`; tensor ranks split heads."""
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
@@ -46,7 +46,7 @@ def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_le
 
 
 def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[float, float, AttentionRates]]:
-    """Share of layers, pairs of one of their rows, and the kernel they take: windowed layers, and the others."""
+    """For windowed layers and for the others: their share of layers, pairs of one row, and the kernel they use."""
     usual, own = rates.attention, rates.own_attention or rates.attention
     windowed_share = len(spec.window_layers) / spec.layers
     return [
@@ -62,7 +62,7 @@ def _windowed_pairs(spec: ModelSpec, sequence_length: int) -> float:
 
 
 def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> PassSeconds:
-    """All scores of all pairs, seen or not, computed by plain products and gone over in memory."""
+    """Attention without a flash kernel: plain products over all pairs, masked ones too, and passes over the scores."""
     flops = 4 * scores * spec.head_dim
     forward_passes, backward_passes = rates.score_passes
     score_bytes = 2 * scores

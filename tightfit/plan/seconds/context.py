@@ -1,15 +1,15 @@
-"""Context ranks: what exchanging heads and going round a ring cost a layer that attention does not hide.
+"""Context ranks: seconds that the exchange of heads and the ring add to a layer beside attention.
 
-Exchange of heads (parallel/head_exchange.py): two all-to-alls, of queries, keys and values and of outputs, which wait
-in line, and the copies that sort heads by rank and tokens by row; backward as much.
+Exchange of heads (parallel/head_exchange.py, Ulysses): two all-to-alls, one of queries, keys and values and one of
+outputs, which compute waits for, and the copies that sort heads by rank and tokens by row; backward takes as much.
 
-Ring (parallel/ring.py): each of r ranks keeps its queries and sees everybody's keys and values, which go round in r − 1
-sends, the first while the rank attends to its own (Liu et al. 2023). So they hide behind all but one r-th of attention,
-and slow what they hide behind. Backward sends keys and values with their gradients in float32. What arrives is attended
-to apart, and its result merged: outputs forward, gradients of queries, keys and values backward, into float32 sums. As
-rows are dealt out from both ends, half of the arriving pieces concern only the later half of the queries, the others
-only the earlier half of the keys: three quarters of a merge on average. Not counted: attention to short pieces is less
-efficient.
+Ring (parallel/ring.py): each of r ranks keeps its queries and receives all others' keys and values in r − 1 sends, the
+first while the rank attends to its own (Liu et al. 2023). So they overlap with all of attention but one r-th, and slow
+the compute that they overlap with. Backward sends keys and values, and their gradients in float32. Attention to each
+received part is a kernel of its own, whose results are added into float32 sums: outputs in forward, gradients of
+queries, keys and values in backward. As rows are dealt out from both ends, half of the received parts concern only the
+later half of the queries, the others only the earlier half of the keys: three quarters of a merge on average. Not
+counted: attention to short parts is less efficient.
 """
 
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ class Ring:
     bytes_s: float
 
     def forward_s(self, attention_s: float) -> float:
-        """Beside attention forward."""
+        """Seconds beside attention's forward."""
         return self._sent_s(self.send_s, attention_s) + self._merged_s(self.query_numbers)
 
     def backward_s(self, attention_s: float) -> float:
-        """Beside attention backward."""
+        """Seconds beside attention's backward."""
         sent_s = self._sent_s(self.send_s + self.gradient_send_s, attention_s)
         return sent_s + self._merged_s(self.query_numbers + self.key_numbers)
 
@@ -58,7 +58,8 @@ class Ring:
 
 
 def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tuple[float, float]:
-    """Of one layer: queries (and outputs), and keys and values together; too few key heads are sent repeatedly."""
+    """Numbers of a rank in one layer: of queries (and as many of outputs), and of keys and values together; with fewer
+    key heads than ranks, each rank gets one, so copies are counted."""
     spec, heads_ranks = workload.spec, layout.tensor_axes[2]
     own_tokens = tokens / layout.row_parts
     kv_heads = max(spec.kv_heads / heads_ranks, layout.exchanging)
@@ -66,7 +67,7 @@ def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tupl
 
 
 def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> float:
-    """Seconds in which context ranks exchange heads of `tokens` tokens forward, and backward as much."""
+    """Seconds of the exchange of heads for `tokens` tokens in forward; backward takes as much."""
     if layout.exchanging == 1:
         return 0.0
     query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)

@@ -1,6 +1,6 @@
-"""Traffic of data ranks: gathered weights and reduced gradients, one collective per layer (parallel/data.py's table).
+"""Traffic of data ranks: all-gather of weights and reduction of gradients, one collective per layer (parallel/data.py).
 
-| stage | a step gathers | and reduces | hidden behind |
+| ZeRO stage | a step gathers | and reduces | overlaps with |
 |---|---|---|---|
 | DDP | nothing | all-reduces 16-bit gradients once | the last backward |
 | DDP of a pipeline | nothing | the same, after its last micro-batch | nothing |
@@ -8,9 +8,9 @@
 | ZeRO-2 | weights once | gradients with every micro-batch | forward; each backward |
 | ZeRO-3 | weights twice with every micro-batch | gradients with every micro-batch | each forward and backward |
 
-FSDP2 copies what it has gathered into weights on the stream that computes (`unpack_s`), and gradients, widened, into
-the buffer that it reduces (`pack_s`). ZeRO-3 keeps the root (embedding and head) gathered between the passes.
-Groups that each hold a copy (`shard_inside`) add up their shards once a step; nothing is taken to hide that.
+FSDP2 copies gathered weights out of the all-gather buffer on the compute stream (`unpack_s`), and casts gradients to
+float32 into the reduce-scatter buffer (`pack_s`). ZeRO-3 keeps the root (embedding and head) gathered between passes.
+Hybrid sharding (`shard_inside`): an all-reduce of shards over the copies once a step, assumed to overlap with nothing.
 """
 
 from tightfit.jobs.layout import Layout
@@ -21,12 +21,12 @@ from tightfit.plan.seconds.passes import exposed_s
 
 
 class DataTraffic:
-    """Seconds of one pass over all parameters of a rank."""
+    """Seconds of each kind of collective over all parameters of a rank."""
 
     def __init__(
         self, group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
     ) -> None:
-        """Of a rank with `layers` layers, on a card that copies `bytes_s`."""
+        """A rank with `layers` layers, on a card that copies `bytes_s` bytes a second."""
         shards, engine, weight_bytes = layout.sharing, workload.engine, workload.weight_bytes
         dense_group = group(layout.tensor, shards)
         expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
@@ -34,7 +34,7 @@ class DataTraffic:
         reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
         self.root_share = params.root_share
         self.overlaps_gradients = engine.overlaps_gradients
-        """Whether gradients are reduced beside backward."""
+        """Whether the engine reduces gradients while backward runs."""
         self.calls = calls = layers + 1
         if engine.bucket_bytes is not None:
             self.calls = calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
@@ -76,7 +76,7 @@ class DataTraffic:
         return micro_batches * each_s + self.between_copies_s
 
     def _alone_s(self, layout: Layout, micro_batches: int) -> float:
-        """Seconds of an engine that reduces after backward and gathers before forward."""
+        """Seconds of a step for an engine without overlap: reductions after backward, all-gathers before forward."""
         if layout.zero == 0:
             return self.all_reduce_s
         reductions = 1 if layout.zero == 1 else micro_batches

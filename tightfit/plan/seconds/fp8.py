@@ -1,14 +1,14 @@
-"""fp8: what products of 8-bit codes save, and what making the codes costs (kernels/fp8_codes.py, fp8_mlp.py).
+"""fp8: seconds that products of 8-bit codes save, less those of quantization (kernels/fp8_codes.py, fp8_mlp.py).
 
 | codes of | numbers a token | bytes a number, scaled per tensor | per row |
 |---|---|---|---|
 | the inputs of projections and of the MLP, of attention's output | 2 H + Q | 6: read twice, written twice | 3 |
-| the gated product, whose largest is known | F | 3, and in backward transposed 3 | 3 |
+| the gated product, whose amax is known when it is written | F | 3, and in backward transposed 3 | 3 |
 | gradients of all these products' results | 2 H + Q + 2 K | 6 | 3 |
-| gradients of gate and up, whose largest are known | 2 F | 4 | 3 |
-| weights, both ways | – | 6 | 8: columns are read twice |
+| gradients of gate and up, whose amax is known | 2 F | 4 | 3 |
+| weights, as they are and transposed | – | 6 | 8: columns are read twice |
 
-With a scale per row the weights' gradients stay products in bf16. One more pass adds up the MLP's two input gradients.
+With a scale per row, products for weights' gradients stay in bf16. One more pass adds the MLP's two input gradients.
 """
 
 from tightfit.hardware.efficiency import Efficiency
@@ -25,14 +25,14 @@ SUM_BYTES = 6
 
 
 def fp8_launch(levers: Levers) -> Launch | None:
-    """What the host launches of a layer with such products alone; None without."""
+    """Launch times of a layer whose only lever is fp8 products; None without that lever."""
     return None if levers.matmul == "native" else LAYER[f"matmul={levers.matmul}"]
 
 
 def fp8_more_s(
     workload: Workload, machine: Machine, efficiency: Efficiency, layer: LayerTime, levers: Levers, *, tensor: int
 ) -> PassSeconds:
-    """What it changes of one layer's forward and backward, on a card that has such products; mostly below zero."""
+    """Seconds that fp8 adds to one layer's forward and backward, mostly below zero; 0 on a card without fp8 units."""
     spec, peaks = workload.spec, machine.accelerator.rates
     if levers.matmul == "native" or not peaks.fp8 or not peaks.bf16:
         return PassSeconds()
@@ -52,7 +52,7 @@ def fp8_more_s(
 
 
 def _coded_bytes(spec: ModelSpec, columns: float, tokens: float, *, per_row: bool) -> tuple[float, float]:
-    """Read and written in forward and backward, as the table above has them."""
+    """Bytes read and written by quantization in forward and in backward, by the table above."""
     hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
     unknown, known = (3, 3) if per_row else (6, 4)
     weights = hidden * (2 * query + 2 * kv) + 3 * hidden * columns

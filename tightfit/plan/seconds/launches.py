@@ -1,9 +1,9 @@
-"""Launches: what the host needs to launch a micro-batch's kernels and the update's (hardware/launches.py).
+"""Launches: the host's time to launch a micro-batch's kernels and the update's (hardware/launches.py).
 
-Levers are taken to add up: what checkpointing adds to a layer's launches is paid by layers that are computed again,
-what others add (`ADDED`) by all. Layers in tiles are a layer of their own (tiles.py).
-Layers of other families launch more or less: norms of queries and keys and after blocks are counted, biases, routing,
-GPT-2's lack of a rope and a gate, and an update for each matrix.
+Levers are assumed to add up: recomputed layers have checkpointing's further launches, all layers those of other levers
+(`ADDED`). Tiled layers were measured as layers of their own (tiles.py). The measured layer is Llama's; for other
+families the differences are counted: norms of queries and keys and after blocks, biases, routing, GPT-2's lack of rope
+and gate, and an update for each matrix.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,12 @@ RECOMPUTED = {
     "matmuls": measured.LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
 }
 ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, offload_launch)
-"""Levers that add launches to every layer: those of a layer with that lever alone, or None where it is not pulled."""
+"""Levers that add launches to every layer; each function gives those of a layer with that lever alone, or None."""
 NOTHING = Launch(0.0, 0.0)
 
 
 def host_share(layer_launch_ms: float | None) -> float:
-    """A host's time to launch a plain layer and its update, as a share of the measured host's; its own for None."""
+    """A host's time to launch a plain layer and its update, relative to the measured host's; 1 for None."""
     return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + measured.UPDATE_MS[""])
 
 
@@ -56,7 +56,7 @@ def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec,
 
 
 def _beyond_llama(spec: ModelSpec, pieces: int) -> list[tuple[int, Launch]]:
-    """How many of which launches a layer in `pieces` has more than Llama's, or less."""
+    """Counts and launch times of operations that a layer in `pieces` has beyond Llama's; negative counts: fewer."""
     return [
         (2 * (spec.qk_norm + spec.sandwich_norms) * pieces, measured.NORM),
         (_biases(spec), measured.BIAS),
@@ -79,7 +79,7 @@ def layer_vectors(spec: ModelSpec) -> int:
 
 
 def late_update_launch_s(spec: ModelSpec, layers: int) -> float:
-    """Host seconds of updating norms and biases of `layers` layers when a backward that updates matrices is over."""
+    """Host seconds of launching updates of norms and biases after a backward that has updated the matrices."""
     return 1e-3 * (measured.LATE_UPDATE_MS + layers * layer_vectors(spec) * measured.VECTOR_UPDATE_MS)
 
 
@@ -94,7 +94,7 @@ def _biases(spec: ModelSpec) -> int:
 def _additions(
     levers: Levers, recompute: Recompute, tiled: TiledLaunches | None
 ) -> Iterator[tuple[float, Launch, Launch]]:
-    """Share of layers that pay what one measurement has beyond another."""
+    """(share of layers, launches, base): that share of layers takes launches − base longer."""
     for level, share in recompute.shares:
         more, base = (RECOMPUTED[level], PLAIN) if tiled is None else tiled.compared
         yield share, more, base
@@ -106,7 +106,7 @@ def _additions(
 def update_launch_s(
     levers: Levers, spec: ModelSpec, *, wide: bool, layers: int, layer_params: float, ends: float
 ) -> float:
-    """Host seconds of the update that follows backward, of `layers` layers and of `ends` weights beside them."""
+    """Host seconds of launching the update after backward, of `layers` layers and `ends` further weights."""
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":

@@ -1,10 +1,10 @@
-"""A layer's long kernels: attention and the matrix products, which take every multiprocessor until they end.
+"""A layer's long kernels: attention and the matrix products, which occupy every multiprocessor until they end.
 
-An update of states or a cast of masters that becomes ready meanwhile waits for that end, and the link stands still once
-the buffers before it are full (levers/state_link.py, weight_streaming.py). With buffers that take `ahead_s` seconds of
-copies:
+An offloaded state's update or a master's cast that becomes ready meanwhile cannot start before the kernel ends, and the
+host link stalls once the staging buffers are full (levers/state_link.py, weight_streaming.py). If the buffers hold
+`ahead_s` seconds of copies:
 
-    still = Σ over kernels of max(0, seconds of the kernel − ahead)
+    stall = Σ over kernels of max(0, seconds of the kernel − ahead_s)
 """
 
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ from tightfit.plan.seconds.recompute import Recompute
 from tightfit.plan.seconds.tiles import tile_seconds
 
 FP8_SHARE = 0.5
-"""Of its time in 16 bits, that a product of 8-bit codes takes."""
+"""Time of a product of 8-bit codes relative to 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongKernels:
-    """Seconds of each that one layer launches, and how many layers there are."""
+    """Seconds of each long kernel that one layer launches, and the number of layers."""
 
     layers: int
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     again_s: Sequence[tuple[float, Sequence[float]]] = ()
-    """Share of the layers that compute these of forward's again in backward."""
+    """(share of layers, kernels that these layers recompute in backward)."""
 
     def still(self, *, forward_ahead_s: float, backward_ahead_s: float) -> PassSeconds:
-        """Seconds of each pass in which the link stands still, with buffers for so many seconds of copies."""
+        """Seconds of each pass in which the link stalls, with buffers for `…_ahead_s` seconds of copies."""
         again_s = sum(share * _beyond_s(kernels, backward_ahead_s) for share, kernels in self.again_s)
         return PassSeconds(
             forward_s=self.layers * _beyond_s(self.forward_s, forward_ahead_s),
@@ -41,7 +41,7 @@ class LongKernels:
 
 
 def long_kernels(spec: ModelSpec, layer: LayerTime, levers: Levers, again: Recompute, layers: int) -> LongKernels:
-    """Those of `layers` layers, of which some are computed again; tiles make shorter products."""
+    """The long kernels of `layers` layers, with recomputation; tiles split products into shorter ones."""
     products, ups = layer.products, 2 if spec.gated else 1
     share = FP8_SHARE if levers.matmul != "native" else 1.0
     up_s = ups * tile_seconds(share * products.up_s / ups, levers)

@@ -1,18 +1,19 @@
-"""Offload: copies over the host link that compute does not hide, in the order they are made.
+"""Offload: copies over the host link that compute does not hide, in the order in which they are made.
 
-    forward     weights come, checkpoints go
-    backward    weights and checkpoints come; states pass as their gradients come, but for the last layers': deferred
-    after it    what waits in line still, and the embedding, whose gradient is the last and which comes first in forward
-    forward     deferred states pass beside it
+    forward     weights are copied in, checkpoints out
+    backward    weights and checkpoints are copied in; states go in, are updated and go out as gradients are complete,
+                except those of the last layers, which are deferred
+    after it    copies that are still queued, and the embedding's: its gradient is last, and forward needs it first
+    forward     deferred states are copied and updated beside it
 
-Without updates inside backward all states pass in the next forward pass, in its order: it begins with the embedding,
-whose states nothing hides. States pass both ways at once, each slower than one way alone (benchmarks/calibrate.py).
-This is a run of many steps: where each step is waited for by itself, nothing is hidden behind the next forward pass.
-The host queues each piece's copies and its update in the pass that they belong to, beside the layers' launches: where
-matrices are small and many, that takes longer than the link.
+Without updates inside backward all states are copied in the next forward pass, in its order: it begins with the
+embedding, whose copies nothing hides. Copies of states go both ways at once, each slower than one way alone
+(benchmarks/calibrate.py). The model is of a run of many steps: if the caller waits for each step to end, nothing
+overlaps with the next forward pass. The host queues each piece's copies and update in the pass that they belong to,
+beside the layers' launches: with many small matrices that takes longer than the link.
 
-States are updated and masters cast by kernels, which wait for the layers' long ones (long_kernels.py). The link stands
-still meanwhile, but for what nothing is computed from on arrival: checkpoints, and weights that have no masters.
+States are updated and masters cast by kernels, which wait for the layers' long ones (long_kernels.py). The link stalls
+meanwhile, except for copies that need no kernel on arrival: checkpoints, and weights without masters.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ NO_LAUNCHES = PassSeconds()
 
 
 def offload_launch(levers: Levers) -> Launch | None:
-    """What the host launches of a layer whose states alone are offloaded; None without."""
+    """Launch times of a layer whose only lever is offloaded states; None without offload."""
     return LAYER["offload=optimizer"] if offloads_states(levers) else None
 
 
@@ -70,8 +71,8 @@ class OffloadTime:
     ) -> float:
         """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes`.
 
-        `passes` is what its forward and backward take, which hides copies, `kernels` are what they launch, and
-        `launches` is what launching takes the host.
+        `passes` are a micro-batch's seconds on the card, which hide copies; `kernels` its long kernels, during which
+        the link may stall; `launches` the host's seconds of launching it.
         """
         sent_bytes = checkpoint_bytes
         if levers.checkpoint_host_bytes is not None:
@@ -91,7 +92,7 @@ class OffloadTime:
         backward_host_s = launches.backward_s + host_share * queued.backward_s
         forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
         backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
-        sent_backward_s = (1 - states.deferred_share) * moving.backward_s  # from where states are sent at once
+        sent_backward_s = (1 - states.deferred_share) * moving.backward_s  # after the deferred last layers
         with_states_s = (
             max(
                 0.0,
@@ -112,7 +113,7 @@ class OffloadTime:
     def _moving(
         self, passes: PassSeconds, kernels: LongKernels, *, casts_masters: bool, states: "_StateTraffic | None" = None
     ) -> PassSeconds:
-        """What of both passes states and masters pass in."""
+        """Seconds of each pass in which the link moves states and masters: all but its stalls."""
         ahead_s = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES / self._one_way_bytes_s if casts_masters else 0.0
         still = kernels.still(
             forward_ahead_s=max(ahead_s, states.ahead_s) if states and states.forward_s else ahead_s,
@@ -131,7 +132,7 @@ class OffloadTime:
 
     @property
     def _pieces(self) -> float:
-        """Of the layers' states on this rank: a matrix has one at least."""
+        """Pieces of the layers' states on this rank; every matrix has at least one."""
         spec, params = self.workload.spec, self.params
         owned_share = params.owned / params.all
         linears = layer_linears(spec)
@@ -158,7 +159,8 @@ class OffloadTime:
         return PassSeconds(copied_s, beside_states_s if levers.update_in_backward else copied_s)
 
     def _states(self, levers: Levers) -> "_StateTraffic":
-        """When the states of offloaded weights pass: the embedding's last, deferred ones in the next forward pass."""
+        """Link seconds of offloaded states by when they are copied: the embedding's after backward, deferred ones in
+        the next forward pass, all others in backward."""
         offloaded = self._offloaded(levers)
         kept = self.params.owned - offloaded  # the vocabulary's matrices are kept first
         embedding = max(0.0, self.params.owned_embedding - kept)
@@ -184,7 +186,8 @@ class OffloadTime:
         )
 
     def _states_s(self, levers: Levers, offloaded: float) -> float:
-        """Link seconds of a step's states both ways, or the time the host takes where it updates them."""
+        """Seconds of a step's states: copies both ways or, where the host updates them, its AdamW or its copies of
+        gradients and weights, whichever takes longer."""
         both_ways_bytes_s = self._one_way_bytes_s * self.efficiency.link_both_ways
         on_gpu_s = offloaded * passing_bytes(self.workload, levers) / both_ways_bytes_s
         if not self._host_can_update(levers):
@@ -208,14 +211,15 @@ class OffloadTime:
 
 @dataclass(frozen=True, kw_only=True)
 class _StateTraffic:
-    """Link seconds of the states that pass beside forward and backward, and after it."""
+    """Link seconds of states that are copied during forward, during backward, and after it."""
 
     forward_s: float
     backward_s: float
     after_s: float
     ahead_s: float
-    """Of copies that the ring takes before an update is made."""
+    """Seconds of copies in that the staging ring can hold while no update runs."""
     deferred_share: float = 0.0
-    """Of the layers: the last ones, whose states pass in the next forward pass."""
+    """Share of the layers, from the last back, whose states are copied in the next forward pass."""
     head_s: float = 0.0
-    """Of an output projection whose gradient is all that may wait: it is waited for before another one is sent."""
+    """Link seconds of an output projection whose gradient alone exceeds IN_FLIGHT_BYTES: compute waits for its update
+    before another update is sent."""

@@ -1,11 +1,11 @@
-"""The update on the card: bytes that AdamW and the adding of gradients move, and what kernels reach of a copy's rate.
+"""The update on the card: bytes moved by AdamW and by summing gradients, over the share of copy bandwidth they reach.
 
-As train/optimizer goes about it. Gradients are read for their norm. Torch's AdamW, which on GPUs one launch of our
-kernel over lists makes, beside masters wants them widened (read and written) and its result narrowed (read and
-written); it reads gradients, and reads and writes what it updates and both moments. Shards are masters already: nothing
-is widened or narrowed. Our other kernels read gradients as they are, and write a narrow copy where there is one. The
-factored update is made of single operations, each of which reads and writes float32 numbers. States on the host are
-updated beside the link, which takes far longer.
+As in train/optimizer. Gradients are read for their norm. Torch's AdamW (on GPUs one launch of our kernel over lists)
+reads gradients, and reads and writes the updated weights and both moments. With masters, gradients are first cast to
+float32 and the result is cast back (each read and written); FSDP2's shards are masters already, so nothing is cast. Our
+other kernels read gradients as they are, and also write the 16-bit copy of a master. The factored update is a series of
+torch operations, each of which reads and writes float32 numbers. Updates of states on the host are not counted: they
+overlap with their copies, which take far longer.
 """
 
 from tightfit.hardware.efficiency import Efficiency
@@ -28,9 +28,9 @@ def update_s(
     micro_batches: int,
     bytes_s: float,
 ) -> float:
-    """The card's seconds of adding up the gradients of a step's micro-batches, and of AdamW."""
+    """The card's seconds of summing gradients over a step's micro-batches, and of AdamW."""
     summed_params = params.owned if layout.zero >= 2 else params.all
-    # Of a weight and further micro-batch, the gradient is read and added to the sum.
+    # For each micro-batch but the first: the gradient is read, the sum read and written.
     sum_bytes = workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
     added_bytes = 0 if workload.engine.fuses_accumulation else (micro_batches - 1) * summed_params * sum_bytes
     update_bytes = params.owned * moved_bytes(workload, layout, levers)
@@ -57,7 +57,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
 
 
 def _gradient_bytes(workload: Workload, layout: Layout) -> int:
-    """FSDP2 reduces into float32 where there are masters."""
+    """Bytes of a gradient that the update reads: float32 with masters under FSDP2."""
     return FLOAT32_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
 
 
@@ -73,7 +73,7 @@ def _between_operations_bytes(gradient: int, updated: int) -> int:
 
 
 def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
-    """What the update reaches of a copy's bandwidth."""
+    """Share of a copy's bandwidth that the update reaches."""
     form: str = state_format(levers, wide=wide)
     if is_torch_adamw(levers, wide=wide):
         form = f"torch {form}"

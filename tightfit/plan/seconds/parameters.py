@@ -11,7 +11,7 @@ class ModelParams:
     """Parameter counts of a whole model, as the spec counts them."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Of all layers, whether alike or not."""
+        """Averages over all layers, which may differ."""
         experts = 0
         if spec.experts is not None:
             each_layer = spec.mlp_params(spec.experts.mlp_size) * spec.experts.count
@@ -34,9 +34,9 @@ class RankParams:
     dense: float
     experts: float
     root: float
-    """Embedding and head, part of the dense ones: FSDP2's root, which stays gathered between forward and backward."""
+    """Embedding and head, part of `dense`: FSDP2's root, which stays gathered between forward and backward."""
     owned: float
-    """What is left to update after ZeRO."""
+    """Parameters that this rank updates: all, or its ZeRO shard."""
     owned_embedding: float
     owned_ends: float
     """The owned parameters of the embedding, and of embedding and head."""
@@ -48,12 +48,12 @@ class RankParams:
 
     @property
     def root_share(self) -> float:
-        """The root's share of what is gathered."""
+        """The root's share of all parameters."""
         return self.root / self.all
 
 
 def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
-    """Counts of a rank with `layers` layers; of a pipeline's ranks one has the embedding and another the head."""
+    """Counts of a rank with `layers` layers; in a pipeline it has the embedding or the head, not both."""
     model = model_params(spec)
     either_end = max(spec.embedding_params, spec.vocabulary_params)
     ends = either_end if layout.pipeline > 1 else model.ends

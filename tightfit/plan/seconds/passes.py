@@ -1,12 +1,12 @@
-"""Passes: seconds of forward and backward, and what traffic costs that runs beside them.
+"""Passes: seconds of forward and backward, and the cost of collectives that overlap with them.
 
-It costs what compute does not hide, and slows what hides it.
+A collective costs the seconds that compute does not hide, and slows the compute that hides the others.
 """
 
 from typing import NamedTuple
 
 CONTENTION = 16 / 132
-"""Share of an H100's multiprocessors that NCCL's kernels take (one per channel) from the compute they hide behind."""
+"""Share of an H100's multiprocessors that NCCL's kernels occupy (one per channel) while they overlap with compute."""
 
 
 class PassSeconds(NamedTuple):
@@ -17,15 +17,16 @@ class PassSeconds(NamedTuple):
 
     @property
     def both_s(self) -> float:
-        """Of the two together."""
+        """Forward and backward together."""
         return self.forward_s + self.backward_s
 
 
 def with_contention_s(traffic_s: float, exposed_s: float) -> float:
-    """What `traffic_s` costs a step where `exposed_s` of it stands alone: NCCL takes a share of the card meanwhile."""
+    """Cost of `traffic_s` of which `exposed_s` are not hidden: these, and the slowdown of compute during the others."""
     return exposed_s + CONTENTION * (traffic_s - exposed_s)
 
 
 def exposed_s(traffic_s: float, compute_s: float, calls: int) -> float:
-    """What `calls` equal collectives cost beside `compute_s`; nothing runs beside the first or the last of them."""
+    """Cost of `calls` equal collectives beside `compute_s`; at least one call is exposed: the first in forward, which
+    compute needs, or the last in backward, which follows it."""
     return with_contention_s(traffic_s, max(traffic_s - compute_s, traffic_s / calls))

@@ -4,12 +4,12 @@ K ranks, M micro-batches, F and B seconds forward and backward (recompute R belo
 
     gpipe, 1f1b     (K−1)(F+B)        a share (K−1)/(K+M−1) of the step; one micro-batch is the naive pipeline, (K−1)/K
     interleaved     (K−1)(F+B)/v      v stages of the model per rank (Narayanan et al. 2021)
-    zero-bubble     (K−1)(F+R)        weights' gradients, half of B, fill the rest (ZB-H1, Qi et al. 2023): one wait for
-                    + (K−M) B/2       each micro-batch, so that with M < K some stay unfilled
-    zb-v            (K−1) F/2         as zero-bubble, with half the layers to wait for at the start (Qi et al. 2024);
-                                      with fewer micro-batches than fill the V at least (2K−1−M) F
-    2bw             none              no flush between steps (Narayanan et al. 2021); (K−1)(F+B) where one is made, for
-                                      a checkpoint or an evaluation
+    zero-bubble     (K−1)(F+R)        backward for weights, half of B, fills the rest (ZB-H1, Qi et al. 2023): one idle
+                    + (K−M) B/2       slot per micro-batch, so that with M < K some slots stay empty
+    zb-v            (K−1)(F+R)/2      as zero-bubble, with half the layers to wait for at the start (Qi et al. 2024);
+                                      at least (2K−1−M)(F+R) where M is too small to fill the V
+    2bw             none              no flush between steps (Narayanan et al. 2021); (K−1)(F+B) at a flush, for a
+                                      checkpoint or an evaluation
 """
 
 from tightfit.jobs.layout import Layout

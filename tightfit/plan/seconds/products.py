@@ -2,10 +2,10 @@
 
     t = fixed + 2 m k n / rate        y [m, n] = x [m, k] Wᵀ
 
-Both constants are fitted to 72 products of 512 to 4096 columns (benchmarks/calibrate.py), which they meet within 6 % on
-average. The fixed part fills and empties the card: a third of the time of a product of 2048 tokens and 1024 columns,
-nothing of a large one. No product takes less than reading its weights. Backward has two for each.
-Tensor ranks split each evenly (Shoeybi et al. 2019). Experts' weights count as those a token goes through.
+Both constants are fitted to 72 products of 512 to 4096 columns (benchmarks/calibrate.py), with an error of 6 % on
+average. The fixed part is the ramp-up and drain of the card: a third of the time of a product of 2048 tokens and 1024
+columns, nothing of a large one. No product takes less than reading its weights. Backward has two per product.
+Tensor ranks split each evenly (Shoeybi et al. 2019). Of experts, the weights that a token is multiplied by count.
 """
 
 import math
@@ -18,15 +18,15 @@ from tightfit.models.spec import Latent, ModelSpec
 from tightfit.plan.seconds.rates import Rates
 
 TILE = 128, 256
-"""Rows and columns of a result that one multiprocessor makes at a time (Hopper's large tiles)."""
+"""Rows and columns of the output tile of one multiprocessor (Hopper's large tiles)."""
 GROUP_ROWS = 100
-"""Rows that each expert's group costs besides its own: its last tile is partly empty."""
+"""Further rows that each expert's group costs in a grouped product, as its last tile is partly empty."""
 GROUP_DEPTH = 150
-"""Terms of a sum that each tile of a grouped product costs besides its own: tiles are begun and ended one by one. With
-both, 128 experts of 512 rows, 64 of 1 024 and 8 of 2 048 take what they did (calibration.csv, "grouped product")."""
+"""Further terms of the sum (K) that each tile of a grouped product costs: its prologue and epilogue. With both, 128
+experts of 512 rows, 64 of 1 024 and 8 of 2 048 are predicted as measured (calibration.csv, "grouped product")."""
 LEAST_FILLED = 0.33
-"""The least share of a card that is filled: cuBLAS splits long sums over multiprocessors (family_truth.csv: 640 to
-1 152 columns)."""
+"""The least share of busy multiprocessors: with few tiles cuBLAS uses split-K (family_truth.csv: 640 to 1 152
+columns)."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Linear:
 
     @property
     def weights(self) -> float:
-        """All matrices together."""
+        """Weights of all `count` matrices."""
         return self.count * self.inputs * self.outputs
 
 
@@ -65,7 +65,7 @@ def layer_linears(spec: ModelSpec) -> Linears:
     """The linear layers of the average layer of `spec`."""
     hidden, columns = spec.hidden_size, mlp_columns(spec)
     query_columns, key_columns = spec.query_size, spec.kv_size
-    if spec.latent is not None:  # as many products as two narrow ones after another have
+    if spec.latent is not None:  # one product with as many FLOPs as the down- and the up-projection together
         query_columns, key_columns = _latent_columns(spec, spec.latent)
     return Linears(
         queries=Linear(hidden, query_columns),
@@ -77,7 +77,7 @@ def layer_linears(spec: ModelSpec) -> Linears:
 
 
 def _latent_columns(spec: ModelSpec, latent: Latent) -> tuple[int, int]:
-    """Columns that queries, and keys or values, would have if they were made of the hidden state at once."""
+    """Columns, for queries and for keys or values, of one product from the hidden state with the FLOPs of both."""
     hidden, rank = spec.hidden_size, latent.query_rank
     queries = spec.query_size if not rank else rank + rank * spec.query_size // hidden
     keys_values = latent.kv_rank + latent.rope_dim + latent.kv_rank * spec.latent_columns // hidden
@@ -117,7 +117,7 @@ class Products:
 
 
 def grouped_share(spec: ModelSpec, tokens: float, *, depth: int) -> float:
-    """What grouped products over sums of `depth` reach of the usual rate, averaged with those of plain layers."""
+    """Share of the usual rate that MLP products over sums of `depth` reach: grouped ones less, averaged over layers."""
     if spec.experts is None:
         return 1.0
     rows_each = tokens * spec.experts.computed_per_token / spec.experts.count
@@ -146,10 +146,10 @@ def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int,
 
 
 def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_bytes: int, multiprocessors: int) -> float:
-    """How much of a card the gradient of the hidden states fills, which the fused loss makes a chunk at a time.
+    """Share of multiprocessors that work on the gradient of the hidden states in the fused loss.
 
-    Its result is small, [chunk, hidden], and its sum long, over the vocabulary: so many tiles work at once. Where they
-    are few, cuBLAS splits the sum, which gives back some.
+    A chunk's product has a small result, [chunk, hidden], and a long sum, over the vocabulary: there are fewer tiles
+    than multiprocessors. Where there are very few, cuBLAS uses split-K, hence LEAST_FILLED.
     """
     columns = -(-spec.vocab_size // tensor)
     room_bytes = LOSS_CHUNK_BYTES + columns * spec.hidden_size * weight_bytes
@@ -159,7 +159,7 @@ def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_byt
 
 
 def head_forward_s(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> float:
-    """The output projection, forward."""
+    """Seconds of the output projection's forward product."""
     weights = spec.vocabulary_params / tensor
     rate_flop_s = rates.head_flop_s * rates.unaligned_share
     return max(2 * weights * tokens / rate_flop_s, weights * weight_bytes / rates.bytes_s)

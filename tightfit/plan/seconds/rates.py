@@ -1,4 +1,4 @@
-"""Rates: what the card reaches in a run, its peaks in the run's number format times the measured shares."""
+"""Rates that a card sustains in a run: its peaks in the run's number format times the measured shares."""
 
 from dataclasses import dataclass
 
@@ -11,48 +11,48 @@ from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 
 UNFUSED_SCORE_PASSES = 10.0, 14.0
-"""Widths of the scores read and written without a flash kernel: written, masked, softmax, dropout, read by the next
-product; backward the same with gradients."""
+"""Passes over the score matrix without a flash kernel, forward and backward: written, masked, softmax, dropout, read by
+the next product; backward the same with gradients."""
 ALIGNED, UNALIGNED_SHARE = 8, 0.25
-"""A vocabulary that is no multiple of 8 (GPT-2's 50 257) leaves products without Hopper's fast copies: a quarter of the
-rate (family_truth.csv, gpt2)."""
+"""With a vocabulary that is no multiple of 8 (GPT-2's 50 257) Hopper's fast (TMA) copies cannot be used: products reach
+a quarter of the rate (family_truth.csv, gpt2)."""
 NUMBERS: dict[PrecisionName, Number] = {"fp32": "fp32", "bf16": "bf16", "pure-bf16": "bf16", "fp16": "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRates:
-    """What one attention kernel reaches."""
+    """Rates of one attention kernel: FLOP/s over pairs of tokens, and a fixed cost per token."""
 
     forward_flop_s: float
     backward_flop_s: float
     forward_token_keys: float
-    """Keys (half of them seen) that a token costs as much as in forward, beside its own."""
+    """The fixed cost of a token in forward, as a number of further keys, of which causality leaves half."""
     backward_token_keys: float
     """The same in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What one card reaches; hardware/efficiency.py says where each share was measured."""
+    """Sustained rates of one card; hardware/efficiency.py says where each share was measured."""
 
     product_flop_s: float
     product_fixed_s: float
-    """Seconds of each matrix product to fill and empty the card."""
+    """Fixed seconds of each matrix product: ramp-up and drain of the card."""
     head_flop_s: float
     """Rate of the large products of the output projection."""
     attention: AttentionRates
     bytes_s: float
-    """Read and written, of kernels that memory bounds."""
+    """Bytes a second, read and written, of memory-bound kernels."""
     unaligned_share: float = 1.0
-    """The share of the head's rate that is reached where the vocabulary is no multiple of 8."""
+    """Factor on the head's rate: below 1 where the vocabulary is no multiple of 8."""
     own_attention: AttentionRates | None = None
-    """Of our own kernel, which layers with windows or capped scores take; None where there are no such layers."""
+    """Our own kernel's rates, for layers with windows or soft caps; None where there are no such layers."""
     score_passes: tuple[float, float] = (0.0, 0.0)
-    """Over all scores of attention, forward and backward, where no kernel spares them."""
+    """Passes over the score matrix in memory, forward and backward; 0 with a flash kernel."""
 
 
 def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
-    """The data sheet's, in the number format of `precision`; a sentence where the card lacks it."""
+    """The data sheet's peak in the number format of `precision`; a UserError where the card lacks it."""
     card, number = machine.accelerator, NUMBERS[precision]
     peak_tflop_s = card.rates.of(number)
     if peak_tflop_s is None:
@@ -89,13 +89,13 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
 
 
 def _is_unaligned(workload: Workload, machine: Machine) -> bool:
-    """Whether Hopper's copies cannot take the vocabulary's rows; other engines pad theirs."""
+    """Whether the vocabulary's rows are unaligned for fast copies of Hopper and Blackwell; other engines pad them."""
     fast = generation_of(machine.accelerator) in ("hopper", "blackwell") and workload.precision != "fp32"
     return fast and workload.engine_name == "tightfit" and workload.spec.vocab_size % ALIGNED != 0
 
 
 def needs_own_attention(workload: Workload) -> bool:
-    """Whether some layers see through windows or cap their scores."""
+    """Whether some layers have windows or soft caps, which need our own attention kernel."""
     spec = workload.spec
     if workload.engine.attention != "cudnn" or workload.precision == "fp32":
         return False
@@ -104,7 +104,7 @@ def needs_own_attention(workload: Workload) -> bool:
 
 
 def _own_attention(workload: Workload, machine: Machine, efficiency: Efficiency) -> AttentionRates:
-    """Our Triton kernel's rates, at the measured share of what this card's usual kernel reaches."""
+    """Our Triton kernel's rates: this card's usual kernel's times the ratio of the two measured on the H200."""
     head_dim, own = workload.spec.head_dim, efficiency.own
     usual = _attention_shares(workload, machine, efficiency)
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
@@ -120,7 +120,7 @@ def _own_attention(workload: Workload, machine: Machine, efficiency: Efficiency)
 
 
 def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficiency) -> tuple[float, float]:
-    """Forward and backward, of the engine's attention kernel on this card."""
+    """Shares of the peak, forward and backward, that the engine's attention kernel reaches on this card."""
     card, kernel, head_dim = machine.accelerator, workload.engine.attention, workload.spec.head_dim
     wide = workload.precision == "fp32"
     shares = efficiency.shares(wide=wide)

@@ -1,9 +1,11 @@
-"""Recompute: forward computed again in backward, for layers that kept too little (levers/checkpointing.py).
+"""Recompute: seconds of forward that checkpointed layers repeat in backward (levers/checkpointing.py).
 
-keeps nothing     all but the layer's last product, where nothing needs its result (kernels/recomputation.py)
-keeps attention   the same without attention
-keeps matmuls     norms and rope, and the gate where the last product is not skipped
-in tiles          what comes before attention; the rest is computed again by tiles anyway (tiles.py)
+By `checkpoint_keep`, a layer recomputes
+
+    nothing     all but its last product, if nothing needs the product's result (kernels/recomputation.py)
+    attention   the same without attention
+    matmuls     norms and rope, and the gate if the last product is not skipped
+    in tiles    norms, rope, q, k and v, and attention unless kept; tiles recompute the rest in any case (tiles.py)
 """
 
 import math
@@ -22,11 +24,11 @@ from tightfit.plan.seconds.tiles import second_half_is_computed_again
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again for one micro-batch on the slowest pipeline rank."""
+    """Recomputation for one micro-batch on the slowest pipeline rank."""
 
     seconds: float
     shares: tuple[tuple[KeepLevel, float], ...]
-    """What recomputed layers keep, and the share of all layers that does."""
+    """By kept level, the share of all layers that are recomputed from it."""
 
     @property
     def share(self) -> float:
@@ -38,7 +40,7 @@ NONE = Recompute(0.0, ())
 
 
 def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTime, layers: int) -> Recompute:
-    """What is computed again of `layers` layers."""
+    """The recomputation of a rank with `layers` layers."""
     if not is_checkpointed(levers):
         return NONE
     shares = _shares(workload, layout, levers, layers)
@@ -51,8 +53,8 @@ def recompute(workload: Workload, layout: Layout, levers: Levers, layer: LayerTi
 
 
 def _skips_last_product(workload: Workload, layout: Layout) -> bool:
-    """Whether nothing in backward needs the last product: that of a gated MLP without norms, experts or tensor ranks
-    behind it."""
+    """Whether recomputation skips a layer's last product: a gated MLP's down projection, whose result backward does not
+    need unless a norm, experts or tensor ranks follow it."""
     spec = workload.spec
     is_last = not spec.sandwich_norms and spec.experts is None and layout.tensor == 1
     return workload.engine.skips_last_product and spec.gated and is_last
@@ -66,7 +68,7 @@ def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> 
 
 
 def _layer_s(layer: LayerTime, level: KeepLevel, *, tiled: bool, skips_last: bool) -> float:
-    """Seconds to compute a layer again that keeps `level`."""
+    """Seconds to recompute one layer that keeps `level`."""
     products, elementwise = layer.products, layer.elementwise
     passes_s = elementwise.norms_s + elementwise.rope_s + (0.0 if skips_last else elementwise.gate_s)
     if level == "matmuls":

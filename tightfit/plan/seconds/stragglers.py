@@ -1,8 +1,8 @@
-"""Stragglers: cards that work in step wait for the slowest of them.
+"""Stragglers: cards that synchronise every step wait for the slowest of them.
 
-Cards of one kind differ by a few per cent in the clock they hold under load (chips, cooling, neighbours). Where all
-wait for one another every step, the slowest counts: of n cards whose times are spread by σ, the expected latest is σ
-times the largest of n standard normal numbers (Blom 1958). One card waits for nobody.
+Cards of one kind differ by a few per cent in the clock they hold under load (chips, cooling, neighbours). If the times
+of n cards are normal with relative spread σ, the slowest is expected σ times the largest of n standard normal numbers
+above the mean (Blom 1958).
 """
 
 from functools import cache

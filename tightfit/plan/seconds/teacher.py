@@ -1,4 +1,4 @@
-"""Teacher: its forward pass of one micro-batch, and its weights' way from the host; neither hides behind anything."""
+"""Teacher: its forward pass of one micro-batch, and the copy of its weights from the host; neither is overlapped."""
 
 from dataclasses import replace
 

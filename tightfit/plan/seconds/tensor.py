@@ -1,10 +1,11 @@
 """Traffic of tensor ranks: the collectives of a micro-batch, each over tokens × hidden size (parallel/tensor.py).
 
-With the residual stream whole on every rank, a block's end is an all-reduce in forward, its beginning one in backward;
-the embedding and the hidden states of the loss add one each. Split by tokens (sequence parallelism), each all-reduce
-becomes a reduce-scatter and an all-gather, and backward gathers once more what each block took in. A recomputed layer
-repeats its forward: without the last all-reduce, which nothing in backward needs, and gathering only once.
-Not counted: the loss gathers four numbers per row from each rank, and once a step the gradients of norms are summed.
+With the residual stream whole on every rank, a block (attention or MLP) ends with an all-reduce in forward and begins
+with one in backward; the embedding and the hidden states of the loss add one each. With sequence parallelism each
+all-reduce becomes a reduce-scatter and an all-gather, and backward gathers each block's input once more. A recomputed
+layer repeats its forward without the last all-reduce, which nothing in backward needs, and its all-gathers serve
+backward as well. Not counted: the loss gathers four numbers per row from each rank, and once a step the gradients of
+norms are summed.
 """
 
 from collections.abc import Sequence
@@ -24,20 +25,20 @@ class TensorCalls(NamedTuple):
 
 
 def forward_calls(layers: int, *, sequence_parallel: bool, ends: int = 1) -> TensorCalls:
-    """Collectives of a forward pass, and of a backward that has kept all it needs; `ends` is 1 for the embedding and
+    """Collectives of a forward pass; backward has as many, besides `regather_calls`. `ends` is 1 for the embedding and
     the loss together, 0 without them."""
     pairs = 2 * layers + ends
     return TensorCalls(all_gathers=pairs, reduce_scatters=pairs) if sequence_parallel else TensorCalls(pairs)
 
 
 def recompute_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
-    """Collectives of computing layers again."""
+    """Collectives of recomputing layers."""
     twice = 2 * layers
     return TensorCalls(all_gathers=twice, reduce_scatters=twice) if sequence_parallel else TensorCalls(layers)
 
 
 def regather_calls(layers: int, *, sequence_parallel: bool) -> TensorCalls:
-    """Collectives that gather the blocks' inputs again, one block ahead of backward, which hides them."""
+    """All-gathers of the blocks' inputs for backward, one block ahead of it so that they overlap."""
     return TensorCalls(all_gathers=2 * layers if sequence_parallel else 0)
 
 
@@ -46,17 +47,18 @@ class TensorTraffic:
     """Seconds of one micro-batch on the pipeline rank with most layers."""
 
     one_way_s: float
-    """Forward, and backward as much."""
+    """Collectives of forward, or of backward: as much."""
     recompute_s: float
-    """Computing all layers again."""
+    """Collectives of recomputing all layers."""
     regather_s: float
-    """Gathering all layers' inputs again, behind backward."""
+    """All-gathers of all blocks' inputs for backward, before overlap."""
     once_s: float = 0.0
-    """Summing gradients over copies, once a step."""
+    """Sum of gradients over a 2.5D mesh's copies, once a step."""
 
 
 def shared_ends(layout: Layout, layer_counts: Sequence[int]) -> float:
-    """How much of embedding and loss the pipeline rank with most layers has; balanced cuts may leave it neither."""
+    """Share of the collectives of embedding and loss on the pipeline rank with most layers: 1 without a pipeline, else
+    ½ if it is an end of the pipeline, 0 if not."""
     has_an_end = max(layer_counts) in (layer_counts[0], layer_counts[-1])
     return 1.0 if layout.pipeline == 1 else 0.5 * has_an_end
 

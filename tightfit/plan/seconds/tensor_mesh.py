@@ -38,7 +38,7 @@ NORM_PASSES = 10, 16
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Collectives of one kind over one axis; `elements` is what a rank holds of them when they are gathered."""
+    """Collectives of one kind over one axis; `elements` is the payload of all `calls` on a rank, as gathered."""
 
     kind: Collective
     axis: Axis
@@ -49,7 +49,7 @@ class Message:
 
     @property
     def conjugate(self) -> "Message":
-        """The collective of backward."""
+        """The collective of backward that belongs to this one of forward."""
         return Message(kind=CONJUGATE[self.kind], axis=self.axis, elements=self.elements, calls=self.calls)
 
 
@@ -71,7 +71,7 @@ class MeshMessages:
 
     @property
     def _rows(self) -> float:
-        """Tokens that a rank has of the residual stream."""
+        """Tokens of the residual stream on one rank."""
         return self.tokens / self.layout.row_parts
 
     def layer(self, *, backward: bool) -> list[Message]:
@@ -89,7 +89,8 @@ class MeshMessages:
         ]
 
     def _product(self, width: int, outputs: tuple[int, ...], *, leaving: bool, backward: bool) -> Iterator[Message]:
-        """X of `width` columns times one weight for each of `outputs`."""
+        """Messages of X with `width` columns times one weight [out, width] for each of `outputs`; `leaving` is the
+        second product of a block, whose axes are swapped."""
         products = self._cubic(width, outputs, leaving=leaving) if self._cube else self._summa(width, outputs)
         for message in products:
             if message.kind != "reduce_scatter":
@@ -114,7 +115,7 @@ class MeshMessages:
             )
 
     def _statistics(self, axis: Axis, *, backward: bool) -> Message:
-        """The message of a norm over columns that several ranks have."""
+        """The message of a norm over rows whose columns are split over ranks: sums in float32."""
         if self.spec.norm != "layer":
             return Message(kind="all_reduce", axis=axis, elements=self._rows, wide=True)
         if backward:
@@ -122,7 +123,7 @@ class MeshMessages:
         return Message(kind="all_gather", axis=axis, elements=2 * self._rows * self._side, wide=True)
 
     def _heads(self, *, backward: bool) -> Iterator[Message]:
-        """Norms over all heads together, and keys that fewer heads than ranks have."""
+        """Messages of norms over all heads together, and of keys and values with fewer heads than ranks."""
         spec = self.spec
         axis: Axis = "row" if self._cube else "column"
         if spec.qk_norm_joint:
@@ -181,7 +182,7 @@ def mesh_traffic(
 
 
 def message_s(group: Group, message: Message, number_bytes: float) -> float:
-    """Seconds of one kind of collective; broadcasts and sums onto one rank go round a ring in pieces."""
+    """Seconds of one kind of collective; broadcasts and reduces are pipelined round a ring."""
     payload_bytes = number_bytes * message.elements
     if group.size == 1:
         return 0.0

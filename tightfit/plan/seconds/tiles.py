@@ -1,10 +1,10 @@
-"""Tiles: what a layer pays for working through its sequence in pieces (levers/tiling.py).
+"""Tiles: seconds that a layer adds when it goes through its sequence in tiles (levers/tiling.py).
 
-Forward copies what tiles make into whole tensors, and joins groups of heads. Backward computes both halves again, but
-for what the last product would make, does the same copies for gradients, and adds the weights' gradients up in float32:
-the first is widened, further ones are added, the sum is narrowed. Every product comes in as many pieces as there are
-tiles, each with the fixed time of one. The host launches each piece's kernels: so many more on the line through the
-launches of two and of eight tiles, and what is computed again beside them was measured apart.
+Forward copies tiles' results into whole tensors, and joins groups of heads. Backward recomputes both halves except the
+last product, copies gradients likewise, and sums the weights' gradients over tiles in float32: the first is cast to
+float32, further ones are added, the sum is cast back. Every product is split into as many as there are tiles, each
+with a product's fixed time. The host launches each tile's kernels: their time is linear between the measurements at two
+and at eight tiles; recomputation besides (checkpointing) was measured at four.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.rates import Rates
 
 NARROW, WIDE = 1, 2
-"""Widths of a number, in those of bf16."""
+"""Bytes of bf16 and of float32, in units of bf16; below, those moved per weight by each step of the float32 sum."""
 WIDENED, ADDED, NARROWED = NARROW + WIDE, NARROW + 2 * WIDE, WIDE + NARROW
 PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
 
 
 def tile_seconds(seconds: float, levers: Levers) -> list[float]:
-    """Of each of the products that one of `seconds` comes in."""
+    """Seconds of each product that one of `seconds` is split into."""
     return [seconds / levers.tiles] * levers.tiles
 
 
@@ -36,11 +36,11 @@ class TiledLaunches:
     pieces: int
     layer: Launch
     compared: tuple[Launch, Launch] = (LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"])
-    """A layer that is computed again, whatever it keeps, and the same one that is not."""
+    """Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
 
 
 def tiled_launches(levers: Levers) -> TiledLaunches | None:
-    """None for layers that work on whole sequences."""
+    """Launches of a layer in tiles; None for untiled layers."""
     return None if levers.tiles == 1 else _launches_in(levers.tiles)
 
 
@@ -52,12 +52,12 @@ def _launches_in(tiles: int) -> TiledLaunches:
 
 
 def second_half_is_computed_again(levers: Levers) -> bool:
-    """Whether backward computes all that follows attention again anyway, checkpointed or not."""
+    """Whether backward recomputes everything after attention, checkpointed or not."""
     return levers.tiles > 1
 
 
 def tiled_more_s(workload: Workload, rates: Rates, layer: LayerTime, levers: Levers, *, tensor: int) -> PassSeconds:
-    """Seconds on top of one layer's forward and backward."""
+    """Seconds that tiles add to one layer's forward and backward."""
     tiles = levers.tiles
     if tiles == 1:
         return PassSeconds()
