@@ -22,7 +22,7 @@ from benchmarks.quantized_linear import milliseconds
 from benchmarks.rows import RESULTS, append_row
 from tightfit.kernels.packed_rows import MOST_ROWS
 from tightfit.kernels.spqr_layout import SpqrTensors, arrange_codes, arrange_statistics
-from tightfit.kernels.spqr_linear import RowTiles, expanded_spqr, expanded_spqr_eager, launch_spqr_rows, spqr_linear
+from tightfit.kernels.spqr_linear import SpqrTiles, expanded_spqr, expanded_spqr_eager, launch_spqr_rows, spqr_linear
 
 Set = tuple[SpqrTensors, Tensor]
 """A weight and the matrix that it is."""
@@ -33,7 +33,7 @@ SHAPES = ((4096, 14336), (14336, 4096))
 ROWS = (1, 4, 16, 64, 2048)
 SPREAD_BYTES = 256 * 2**20
 CUTS = tuple(
-    RowTiles(block_n=block_n, parts=parts, stages=stages)
+    SpqrTiles(block_n=block_n, parts=parts, stages=stages)
     for block_n, parts, stages in ((16, 8, 1), (16, 8, 2), (32, 8, 1), (16, 4, 1), (32, 4, 1), (16, 16, 1))
 )
 
@@ -71,7 +71,7 @@ def ways(rows: int, *, cuts: bool) -> dict[str, Way]:
     return made
 
 
-def _cut(cut: RowTiles) -> Way:
+def _cut(cut: SpqrTiles) -> Way:
     return lambda x, weight, matrix: launch_spqr_rows(x, weight, cut)
 
 

@@ -38,7 +38,13 @@ QUESTIONS = {
         "tile_seconds",
     ),
     "levers.offload": ("offloads_states", "offloads_weights", "filled_on", "host_states"),
-    "layout.context": ("layout.local_length", "layout.whole_length", "pieces_group", "sum_pieces", "context_parallel"),
+    "layout.context": (
+        "layout.local_length",
+        "layout.whole_length",
+        "context_ranks_group",
+        "sum_over_context_ranks",
+        "context_parallel",
+    ),
 }
 """Functions that answer from the field."""
 WITH_ASKING = {"levers.tiles": 14, "levers.offload": 18, "layout.context": 15}

@@ -34,7 +34,10 @@ MISTAKES = {
         ["--export", "vllm", "--cache-gib", "4"],
         "--cache-gib is 4.0, which is about our own server; leave it or --export out",
     ),
-    "guesses of nobody": (["--guesses", "2"], "--guesses is 2, but nobody guesses; add --draft, --lookup or --skip"),
+    "guesses of nobody": (
+        ["--guesses", "2"],
+        "--guesses is 2, but speculation is off; add --draft, --lookup or --skip",
+    ),
     "no key": (["--api-key", ""], "--api-key is empty, or has spaces around it"),
     "a key that no client can send": (["--api-key", "secret "], "--api-key is empty, or has spaces around it"),
     "a key in a file": (["--export", "vllm", "--api-key", "secret"], "--api-key is given, but no key is written to"),

@@ -167,13 +167,13 @@ def test_gradients_that_are_not_summed_are_found(group: Make) -> None:
 
 def swap_rows(target: CheckTarget) -> Verdict:
     """Rows of the first two tokens are exchanged on their way home."""
-    true = expert.Trip.wait
+    true = expert.RowExchange.wait
 
-    def wait(trip: expert.Trip) -> list[Tensor]:
-        arrived = true(trip)
+    def wait(exchange: expert.RowExchange) -> list[Tensor]:
+        arrived = true(exchange)
         return [x[[1, 0, *range(2, len(x))]] if x.ndim == 2 and len(x) > 1 else x for x in arrived]
 
-    with patch.object(expert.Trip, "wait", wait):
+    with patch.object(expert.RowExchange, "wait", wait):
         return compare(target, mesh_of(target.layout), torch.device("cpu"), steps=1)
 
 

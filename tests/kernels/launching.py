@@ -240,7 +240,7 @@ def launch_outliers(card: Card) -> None:
     """Products with SpQR's weights of one token and of several, and the weight expanded for many."""
     spqr, (weight, _) = tightfit.kernels.spqr_linear, spqr_weights(512, 64, 3)
     for rows, block_n in card.some((1, 16), (16, 32)):
-        cut = spqr.RowTiles(block_n=block_n, parts=2, stages=1)
+        cut = spqr.SpqrTiles(block_n=block_n, parts=2, stages=1)
         spqr.launch_spqr_rows(torch.ones(rows, 512, dtype=card.narrow), weight, cut)
     spqr._run_expand(*weight[:-1], card.narrow)
 

@@ -59,7 +59,7 @@ def test_tiles_cover_every_row_once_and_begin_with_the_longest() -> None:
     assert rows == list(range(2, 94))
     assert [tile[2] for tile in tiles] == sorted((tile[2] for tile in tiles), reverse=True)
     for at, _, position, index in tiles:
-        assert position - PIECES[index].before == at - PIECES[index].at
+        assert position - PIECES[index].before == at - PIECES[index].first_row
 
 
 def test_what_lies_beyond_a_sequence_is_not_read() -> None:

@@ -121,12 +121,12 @@ def test_codes_of_weights_are_kept_for_backward_alone(matmul: Any) -> None:
     x = torch.randn(1, 16, 32, requires_grad=True)
     before = linear(x)
     codes = linear.forward.codes
-    assert codes._held is not None
+    assert codes._kept is not None
     before.sum().backward()
-    assert codes._held is None
+    assert codes._kept is None
     with torch.no_grad():
         assert torch.equal(linear(x), before)
-        assert codes._held is None
+        assert codes._kept is None
         linear.weight.mul_(2)
     assert torch.allclose(linear(x), 2 * before, rtol=1e-6)
 

@@ -95,6 +95,6 @@ def assert_company_changes_nothing(model: Decoder, base: EngineConfig, *, seed: 
         if request.id in found:
             wanted = alone.generate([request])[request.id][0]
             assert found[request.id].tokens == wanted.tokens, (seed, request)
-            assert found[request.id].chances == wanted.chances, (seed, request)
+            assert found[request.id].logprobs == wanted.logprobs, (seed, request)
     restored = engine.host.restored_count if engine.host is not None else 0
     return Seen(engine.scheduler.preemptions, restored, engine.counts.cached_tokens, len(found))

@@ -159,9 +159,9 @@ def test_adapters_of_peft_are_computed_as_peft_computes_them(name: str, tmp_path
     sampling = Sampling(max_tokens=1, temperature=0, logprobs=20)
     engine = Engine(both.ours, None, CONFIG, adapters={"mine": adapter})
     asked = Request(id="x", prompt=tokens[0].tolist(), sampling=sampling, adapter="mine")
-    chances = engine.generate([asked])["x"][0].chances[0].top
+    top = engine.generate([asked])["x"][0].logprobs[0].top
     expected = wanted.float().log_softmax(-1)
-    for token, logprob in chances:
+    for token, logprob in top:
         assert logprob == pytest.approx(expected[token].item(), abs=2e-4)
 
 

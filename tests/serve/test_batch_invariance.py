@@ -136,7 +136,7 @@ def test_the_services_thread_computes_the_same(model: Decoder) -> None:
         finally:
             service.stop()
 
-    assert asyncio.run(ask()).chances == alone.chances
+    assert asyncio.run(ask()).logprobs == alone.logprobs
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 3.0), thorough(5, None), thorough(None, 3.0)])
@@ -169,7 +169,7 @@ def step_of_rows(tables: Tensor, lengths: list[int]) -> Step:
         tokens=unused,
         positions=unused,
         slots=unused[0],
-        singles=len(lengths),
+        decode_tokens=len(lengths),
         tables=tables,
         lengths=torch.tensor(lengths, dtype=torch.int32),
         longest=0,

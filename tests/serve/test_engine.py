@@ -88,7 +88,7 @@ def test_logprobs_are_the_models(model: Decoder) -> None:
     found = answers(Engine(model, None, CONFIG), replace(HOT, logprobs=3, top_k=5))[0][0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + found.tokens])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    for chance, token, row in zip(found.chances, found.tokens, logits, strict=True):
+    for chance, token, row in zip(found.logprobs, found.tokens, logits, strict=True):
         assert chance.token == token
         assert chance.logprob == pytest.approx(float(row[token]), abs=1e-4)
         best = row.topk(3)
@@ -210,11 +210,11 @@ def test_beams_are_those_of_transformers(model: Decoder) -> None:
 
 def test_finished_beams_wait_for_better_ones() -> None:
     search = BeamSearch("beam", [1], width=1, max_tokens=9, stop_ids=frozenset({0}))
-    from tightfit.serve.requests.request import TokenChance
+    from tightfit.serve.requests.request import TokenLogprob
 
-    search.take([Answer(chances=[TokenChance(5, -0.1, ((5, -0.1), (0, -0.2)))])])
+    search.take([Answer(logprobs=[TokenLogprob(5, -0.1, ((5, -0.1), (0, -0.2)))])])
     assert not search.is_over
-    search.take([Answer(chances=[TokenChance(0, -0.1, ((0, -0.1), (6, -4.0)))])])
+    search.take([Answer(logprobs=[TokenLogprob(0, -0.1, ((0, -0.1), (6, -4.0)))])])
     assert search.is_over
     assert search.best[0].tokens == (5, 0)
 

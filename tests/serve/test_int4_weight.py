@@ -22,7 +22,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.weights.adapted import AdaptedWeight
-from tightfit.serve.weights.cpu_codes import expand_for_cpu, hold_for_cpu
+from tightfit.serve.weights.cpu_codes import expand_for_cpu, pack_for_cpu
 from tightfit.serve.weights.int4 import Int4Weight
 from tightfit.serve.weights.joint import can_join
 from tightfit.serve.weights.packed import PackedWeight
@@ -128,7 +128,7 @@ def test_they_stay_exact_where_asked() -> None:
 
 def test_what_the_product_does_not_take_stays_as_it_is() -> None:
     for model in (coded_model(bits=8), coded_model(group=0)):
-        hold_for_cpu(model)
+        pack_for_cpu(model)
         assert all(layer.cpu_scales is None for layer in layers_of(model))
 
 
@@ -137,7 +137,7 @@ def test_projections_of_one_input_are_all_held_or_none() -> None:
     model = coded_model()
     layer, plain = cast(Any, model.layers[0]), cast(Any, random_model(WIDE).layers[0])
     layer.attention.k = coded_as(plain.attention.k, Scheme(kind="int", bits=8, group=32))
-    hold_for_cpu(model)
+    pack_for_cpu(model)
     assert layer.attention.q.cpu_scales is None
     assert layer.mlp.up.cpu_scales is not None
     assert not can_join(model)

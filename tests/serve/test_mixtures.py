@@ -95,7 +95,7 @@ def test_a_mixture_is_its_parts(
     for request in (request for request in requests if request.id in found):
         wanted, had = alone.generate([request])[request.id][0], found[request.id]
         assert (had.tokens, had.text, had.finish) == (wanted.tokens, wanted.text, wanted.finish), request
-        assert [each.token for each in had.chances] == [each.token for each in wanted.chances]
-        for one, other in zip(had.chances, wanted.chances, strict=True):
+        assert [each.token for each in had.logprobs] == [each.token for each in wanted.logprobs]
+        for one, other in zip(had.logprobs, wanted.logprobs, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert len(one.top) == len(other.top)

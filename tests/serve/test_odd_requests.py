@@ -20,7 +20,7 @@ from tightfit.serve.http.guards import ServerLimits
 from tightfit.serve.http.protocol import NO_ECHO
 from tightfit.serve.http.streaming import event
 from tightfit.serve.http.tools import found_calls
-from tightfit.serve.requests.request import Answer, TokenChance
+from tightfit.serve.requests.request import Answer, TokenLogprob
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.sampling.sampler import probabilities
 
@@ -130,8 +130,8 @@ def test_bytes_of_tokens_that_are_parts_of_characters(tokenizer: Tokenizer) -> N
     """They put a character together again, and keep their names apart."""
     parts = tokenizer.encode("日")
     assert len(parts) == 3
-    chances = tuple(TokenChance(token, -1.0, tuple((other, -1.0) for other in parts)) for token in parts)
-    answer = Answer(parts, "日", list(chances), "length")
+    logprobs = tuple(TokenLogprob(token, -1.0, tuple((other, -1.0) for other in parts)) for token in parts)
+    answer = Answer(parts, "日", list(logprobs), "length")
     chat = Writer("m", tokenizer, chat=True)._choice(0, answer, NO_ECHO)["logprobs"]["content"]
     assert bytes(byte for each in chat for byte in each["bytes"]).decode() == "日"
     plain = Writer("m", tokenizer, chat=False)._choice(0, answer, NO_ECHO)["logprobs"]

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
@@ -16,12 +17,15 @@ import pytest
 import uvicorn
 
 from tests.serve.running import Running, running
+from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
+from tightfit.serve.http import replicas
 from tightfit.serve.http.balancer import SLACK, Balancer
 from tightfit.serve.http.guards import Guards, ServerLimits
-from tightfit.serve.http.replicas import without_own
+from tightfit.serve.http.replicas import VISIBLE, without_own
+from tightfit.serve.http.server import ServerOptions
 
 CONFIG = EngineConfig(max_sequences=16, step_tokens=64, block_size=4, cache_bytes=2**20)
 
@@ -158,3 +162,42 @@ def test_a_server_that_is_gone_is_an_error_with_a_sentence() -> None:
 def test_copies_are_started_without_the_balancers_options() -> None:
     given = ["serve", "m", "--replicas", "2", "--port=9", "--host", "0.0.0.0", "--name", "x", "--replicas=2"]
     assert without_own(given) == ["serve", "m", "--name", "x"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"),
+    [
+        (None, ["0,1", "2,3"]),
+        ("4,5,6,7", ["4,5", "6,7"]),
+        ("7, 2,0 ,5,1", ["7,2", "0,5"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+    ],
+)
+def test_copies_share_the_cards_that_are_visible(
+    visible: str | None, shares: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes in the copies' place print which cards they see."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    start, seen = subprocess.Popen, list[str]()
+
+    def printing(command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        return start(["printenv", VISIBLE], stdout=subprocess.PIPE, **settings)
+
+    def wait(copies: list[subprocess.Popen[bytes]], ports: list[int]) -> None:
+        seen.extend(copy.communicate()[0].decode().strip() for copy in copies)
+        raise UserError("all have been seen")
+
+    monkeypatch.setattr(subprocess, "Popen", printing)
+    monkeypatch.setattr(replicas, "_wait_until_healthy", wait)
+    with pytest.raises(UserError, match="all have been seen"):
+        replicas.serve_replicas(["serve", "m"], ServerOptions(), replicas=2, cards=2, gpus=8)
+    assert seen == shares
+
+
+@pytest.mark.parametrize(("visible", "count"), [("4,5,6", 3), ("0,1,-1,3", 2), ("GPU-a", 1)])
+def test_too_few_visible_cards_are_refused(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    with pytest.raises(UserError, match=f"is '{visible}', which names {count} GPUs, .*; name more cards or lower"):
+        replicas.serve_replicas([], ServerOptions(), replicas=2, cards=2, gpus=count)

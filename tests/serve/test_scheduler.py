@@ -25,13 +25,13 @@ def collect(scheduler: Scheduler, chunks: list[Chunk], rng: random.Random) -> No
     for chunk, chose in [(chunk, chunk.sequence.pending > 0) for chunk in chunks]:
         own = chunk.sequence
         if not chose:
-            scheduler.settle(own)
+            scheduler.cache_full_blocks(own)
             continue
         own.pending = 0
         own.append(rng.randrange(3))
         if own.state != "finished" and (own.generated >= own.sampling.max_tokens or rng.random() < 0.03):
             scheduler.remove(own, "stop")
-        scheduler.settle(own)
+        scheduler.cache_full_blocks(own)
 
 
 def check(scheduler: Scheduler) -> None:
@@ -80,7 +80,7 @@ def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_ful
         chunks = scheduler.schedule()
         assert sum(chunk.count + chunk.lookahead for chunk in chunks) <= limits.step_tokens
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)
-        scheduler.launched(chunks)
+        scheduler.mark_launched(chunks)
         flying.append(chunks)
         while len(flying) > (depth if chunks else 0):
             collect(scheduler, flying.pop(0), rng)
@@ -103,12 +103,12 @@ def run_alone(scheduler: Scheduler, steps: int) -> list[list[Chunk]]:
     made = []
     for _ in range(steps):
         chunks = scheduler.schedule()
-        scheduler.launched(chunks)
+        scheduler.mark_launched(chunks)
         for chunk in chunks:
             if chunk.sequence.pending:
                 chunk.sequence.pending = 0
                 chunk.sequence.append(1)
-            scheduler.settle(chunk.sequence)
+            scheduler.cache_full_blocks(chunk.sequence)
         made.append(chunks)
     return made
 

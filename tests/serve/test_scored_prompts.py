@@ -11,7 +11,7 @@ from tests.serve.test_server import post
 from tightfit.models.decoder import Decoder
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.http.text_offsets import TextOffsets
-from tightfit.serve.prompt_chances import ROWS
+from tightfit.serve.prompt_logprobs import ROWS
 
 PROMPT = "the quick brown fox jumps over the lazy dog"
 ASKED: Any = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 2, "temperature": 0}

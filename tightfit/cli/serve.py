@@ -136,7 +136,7 @@ def _check(options: ServeOptions) -> None:
     if options.export is not None and options.skip:
         raise UserError(f"--skip is {options.skip}, which vLLM does not have; use --draft or --lookup with --export")
     if not options.guessing_options:
-        refuse_given(options, ("guesses",), "but nobody guesses; add --draft, --lookup or --skip or leave it out")
+        refuse_given(options, ("guesses",), "but speculation is off; add --draft, --lookup or --skip or leave it out")
     _check_sizes(options)
     if (key := options.api_key) is not None and (not key.isprintable() or key != key.strip() or not key):
         raise UserError("--api-key is empty, or has spaces around it or what no header can carry; give another key")
@@ -214,14 +214,14 @@ def _serve_one(
     """Serve one copy of the model, over its ranks."""
     from tightfit.launch.forked import Forked
     from tightfit.serve.http.server import serve as run_server
-    from tightfit.serve.ranks.share import open_meeting
+    from tightfit.serve.ranks.share import open_store
     from tightfit.serve.ranks.watch import RankWatch
     from tightfit.serve.start import run_other_rank, start_engine, start_first_rank
 
     config = _engine_config(options)
     with ExitStack() as others:
         if spread.ranks > 1:
-            store = open_meeting(spread.ranks)
+            store = open_store(spread.ranks)
             arguments = (source, config, spread, store.port, options.device)
             forked = Forked(spread.ranks - 1, run_other_rank, arguments, [run_other_rank.__module__])
             others.enter_context(RankWatch(others.enter_context(forked)))

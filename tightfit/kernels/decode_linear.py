@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.glu import ACTIVATIONS, activated
+from tightfit.kernels.glu import activated, glu_eager, refuse_changed_up
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
@@ -73,6 +73,7 @@ def decode_linear(
     tile: Tile | None = None,
 ) -> Tensor:
     """y [1, N]; with `activation`, weight is gate over up [2N, K], bias and scale have 2N entries."""
+    refuse_changed_up(activation, "decode_linear")
     (rows, K), width = x.shape, weight.shape[0]
     N = width if activation is None else width // 2
     assert rows == 1
@@ -129,7 +130,7 @@ def decode_linear_eager(
     y = F.linear(x, weight, bias)
     if activation is not None:
         gate, up = y.chunk(2, dim=-1)
-        y = ACTIVATIONS[activation](gate) * up
+        y = glu_eager(gate, up, activation)
     return y if residual is None else y + residual
 
 

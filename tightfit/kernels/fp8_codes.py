@@ -62,27 +62,27 @@ class WeightCodes:
     scaling: Scaling
     keep: bool
     _key: tuple[int, int] | None = None
-    _held: BothLayouts | None = None
+    _kept: BothLayouts | None = None
 
     def forward(self, weight: Tensor, *, backward_follows: bool) -> Operand:
         """The operand for y: rows over K."""
         key = weight.untyped_storage()._cdata, weight._version
-        if self._held is not None and key == self._key:
-            return self._held.plain
-        self._held = None
+        if self._kept is not None and key == self._key:
+            return self._kept.plain
+        self._kept = None
         if not (self.keep and backward_follows):
             return self._plain(weight)
         if self.scaling == "row":
-            self._held = BothLayouts(self._plain(weight), self._turned(weight))
+            self._kept = BothLayouts(self._plain(weight), self._turned(weight))
         else:
-            self._held = quantized(weight, "tensor", E4M3, transposed=True)
+            self._kept = quantized(weight, "tensor", E4M3, transposed=True)
         self._key = key
-        return self._held.plain
+        return self._kept.plain
 
     def backward(self, weight: Tensor) -> Operand:
         """The operand for dx: rows over N. Frees the kept codes."""
-        held, self._held = self._held, None
-        return self._turned(weight) if held is None else held.transposed
+        kept, self._kept = self._kept, None
+        return self._turned(weight) if kept is None else kept.transposed
 
     def _plain(self, weight: Tensor) -> Operand:
         if self.scaling == "row":

@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from tightfit.kernels.fp8_codes import E4M3, E5M2, Operand, Scaling, WeightCodes, quantized
 from tightfit.kernels.fp8_linear import refuse_dtype, weight_gradient
 from tightfit.kernels.fp8_matmul import fp8_matmul
-from tightfit.kernels.glu import activated, glu_eager
+from tightfit.kernels.glu import activated, glu_eager, refuse_changed_up
 from tightfit.kernels.operators import empty_like, on_device_of, operator
-from tightfit.kernels.recomputation import is_result_wanted, placeholder, skipped_when_recomputed
+from tightfit.kernels.recomputation import is_result_wanted, left_out_when_recomputing, placeholder
 from tightfit.kernels.triton_support import tl, triton, use_triton
 from tightfit.models.spec import Activation
 
@@ -29,6 +29,7 @@ Codes = tuple[WeightCodes, WeightCodes, WeightCodes]
 def fp8_gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: Activation, codes: Codes) -> Tensor:
     """down(act(gate(x)) · up(x)) for x [..., H] and weights [F, H], [F, H], [H, F]."""
     refuse_dtype(x)
+    refuse_changed_up(activation, "fp8_gated_mlp")
     return _Fp8GatedMlp.apply(x, gate, up, down, activation, codes, torch.is_grad_enabled())
 
 
@@ -57,7 +58,7 @@ class _Fp8GatedMlp(torch.autograd.Function):
             return placeholder(x, down_weight.shape[0])
         product, largest = _glu(gate, up, activation)
         p_codes = quantized(product, scaling, E4M3, transposed=False, amax=largest)
-        with skipped_when_recomputed():
+        with left_out_when_recomputing():
             y = _product(p_codes.plain, codes[2].forward(down_weight, backward_follows=backward), x.dtype)
         return y.view(x.shape)
 

@@ -16,11 +16,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tightfit.kernels.glu import refuse_changed_up
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
-from tightfit.kernels.vector_end import finish_outputs, given
-from tightfit.kernels.vector_inputs import inputs_of, larger
+from tightfit.kernels.vector_end import finish_outputs, load_or_zeros
+from tightfit.kernels.vector_inputs import inputs_of, larger_magnitude
 from tightfit.models.spec import Activation
 
 WHOLE = 16
@@ -135,14 +136,14 @@ def fp8_vector_kernel(  # type: ignore[no-untyped-def]
     at = words_ptr + row.to(tl.int64)[:, None] * COUNT + word[None, :]
     words = tl.load(at, mask=(word < COUNT)[None, :], other=0)
     following = tl.load(at + WORDS, mask=(WORDS + word < COUNT)[None, :], other=0)
-    row_scale, bias = tl.load(scale_ptr + row), given(bias_ptr, row, n < N, HAS_BIAS)
+    row_scale, bias = tl.load(scale_ptr + row), load_or_zeros(bias_ptr, row, n < N, HAS_BIAS)
     norm_first, norm_second = 0, 0
     if HAS_NORM:
         norm_first, norm_second = pairs_of_words(norm_ptr, 0, WORDS, COUNT)
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    residual = given(residual_ptr, output, output < N, HAS_RESIDUAL)
+    residual = load_or_zeros(residual_ptr, output, output < N, HAS_RESIDUAL)
     first, second = pairs_of_words(x_ptr, 0, WORDS, COUNT)
     total = tl.zeros((ROWS, WORDS // 4), tl.float32)
     squares = tl.zeros((WORDS,), tl.float32)
@@ -153,7 +154,7 @@ def fp8_vector_kernel(  # type: ignore[no-untyped-def]
         a, b, more = inputs_of(first, norm_first, X, NORM, HAS_NORM, OFFSET)
         c, d, rest = inputs_of(second, norm_second, X, NORM, HAS_NORM, OFFSET)
         squares += more + rest
-        scale, inverse = next_power_of_two(tl.maximum(larger(a, b), larger(c, d)))
+        scale, inverse = next_power_of_two(tl.maximum(larger_magnitude(a, b), larger_magnitude(c, d)))
         x_first = pair_of_halves(a * inverse, b * inverse, ASM)
         x_second = pair_of_halves(c * inverse, d * inverse, ASM)
         if COUNT > WORDS:
@@ -204,6 +205,7 @@ def fp8_vector(
     tile: Fp8VectorTile | None = None,
 ) -> Tensor:
     """y [1, N] of x [1, K], codes [N, K] in e4m3 and scale [N] in float32."""
+    refuse_changed_up(activation, "fp8_vector")
     (M, K), halves = x.shape, 2 if activation else 1
     assert M == 1
     assert K % WHOLE == 0

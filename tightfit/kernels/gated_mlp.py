@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from tightfit.errors import UserError
-from tightfit.kernels.glu import BLOCK, WARPS, activated, glu, glu_eager
+from tightfit.kernels.glu import BLOCK, WARPS, activated, glu, glu_eager, refuse_changed_up
 from tightfit.kernels.operators import on_device_of, operator
-from tightfit.kernels.recomputation import is_result_wanted, placeholder, skipped_when_recomputed
+from tightfit.kernels.recomputation import is_result_wanted, left_out_when_recomputing, placeholder
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 from tightfit.models.spec import Activation
 
@@ -36,6 +36,7 @@ def gated_mlp(
 ) -> Tensor:
     """down(act(gate(x)) · up(x)) for x [..., H] and weights [F, H], [F, H], [H, F] of one dtype."""
     _check(x, gate_weight, up_weight, down_weight)
+    refuse_changed_up(activation, "gated_mlp")
     return _GatedMlp.apply(x, gate_weight, up_weight, down_weight, activation, impl)
 
 
@@ -116,7 +117,7 @@ class _GatedMlp(torch.autograd.Function):
         ctx.activation, ctx.triton = activation, use_triton(impl, gate)
         if not is_result_wanted():
             return placeholder(x, down_weight.shape[0])
-        with skipped_when_recomputed():
+        with left_out_when_recomputing():
             return F.linear(glu(gate, up, activation, impl=impl), down_weight)
 
     @staticmethod

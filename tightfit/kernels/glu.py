@@ -12,7 +12,7 @@ costs nothing: the 8 passes over the activations, forward and backward, are boun
     relu2     max(g, 0)²   (So et al. 2021)
 
 gpt-oss clamps g and u and adds one to u: `swiglu_clamped` is h · σ(1.702 h) · (c + 1), where h = min(g, 7) and c is u
-clamped to ±7.
+clamped to ±7. A kernel that takes it needs `factored` beside `activated`; others refuse it (`refuse_changed_up`).
 """
 
 from collections.abc import Callable
@@ -73,6 +73,12 @@ def glu_eager(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tens
     if activation == "swiglu_clamped":
         up = up.clamp(-LIMIT, LIMIT) + 1
     return ACTIVATIONS[activation](gate) * up
+
+
+def refuse_changed_up(activation: str | None, name: str) -> None:
+    """Refuse an activation that changes u too: kernels that multiply act(g) by u as it is would lose that."""
+    if activation == "swiglu_clamped":
+        raise ValueError(f"{name} has no swiglu_clamped, which also clamps up and adds one to it; use glu instead")
 
 
 def _may_be_overwritten(gate: Tensor, up: Tensor) -> bool:

@@ -152,7 +152,7 @@ def weights_of_shift(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def settled(sums):  # type: ignore[no-untyped-def]
+def wait_for_products(sums):  # type: ignore[no-untyped-def]
     """`sums` unchanged, once their products are done. Otherwise Triton lets the next tile's products begin before these
     end, one register block at a time, and the assembler then waits after every single wgmma (its remark C7515)."""
     return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
@@ -213,7 +213,7 @@ def packed_blocks_kernel(  # type: ignore[no-untyped-def]
         else:
             total = tl.dot(weights, x.T, total)
             if ASSEMBLED:
-                total = settled(total)
+                total = wait_for_products(total)
     launch_next(OVERLAP)
     here = (m < M)[None, :] & (n < N)[:, None]
     out = m[None, :] * N + n[:, None]

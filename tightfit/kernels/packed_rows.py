@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tightfit.kernels.glu import activated
+from tightfit.kernels.glu import activated, refuse_changed_up
 from tightfit.kernels.operators import on_device_of, operator
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.packing import TILE_WORDS, has_strips
@@ -218,6 +218,7 @@ def launch_packed_rows(
     overlap: bool = False,
 ) -> Tensor:
     """The product, tiled as `tiles` say."""
+    refuse_changed_up(activation, "launch_packed_rows")
     assert zero is None or zero.stride() == scale.stride()
     (M, K), halves = x.shape, 2 if activation else 1
     N = words.shape[0] // halves

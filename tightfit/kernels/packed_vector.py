@@ -20,12 +20,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tightfit.kernels.glu import refuse_changed_up
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.packing import TILE_WORDS, has_strips, has_tiles
 from tightfit.kernels.triton_support import at_most, is_interpreted, tl, triton
-from tightfit.kernels.vector_end import finish_outputs, given
-from tightfit.kernels.vector_inputs import inputs_of, larger
+from tightfit.kernels.vector_end import finish_outputs, load_or_zeros
+from tightfit.kernels.vector_inputs import inputs_of, larger_magnitude
 from tightfit.models.spec import Activation
 
 BITS = (4, 8)
@@ -126,7 +127,7 @@ def digits_of(low, high, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """From inputs [tiles, 16, masks, 2]: lower and upper bytes of X [tiles, 16, masks], s [tiles], and Σ X over every
     four words [tiles · 4]."""
     TILES: tl.constexpr = low.shape[0]
-    peak = tl.max(tl.reshape(larger(low, high), (TILES, 16 * low.shape[2] * 2)), 1)
+    peak = tl.max(tl.reshape(larger_magnitude(low, high), (TILES, 16 * low.shape[2] * 2)), 1)
     inverse = 32512.0 / tl.maximum(peak, 1e-30)
     a, b = tl.split(integers(low, inverse))
     c, d = tl.split(integers(high, inverse))
@@ -209,12 +210,12 @@ def packed_vector_kernel(  # type: ignore[no-untyped-def]
     words = tl.load(at_words, mask=(word < COUNT * 16)[None, :], other=0, eviction_policy="evict_first")
     group = row[:, None] * ROW_STRIDE + (tile // APART)[None, :] * GROUP_STRIDE
     scale, zero = scales_at(scale_ptr, zero_ptr, group, (tile < COUNT)[None, :], HAS_ZERO, BITS)
-    bias = given(bias_ptr, row, n < N, HAS_BIAS)
+    bias = load_or_zeros(bias_ptr, row, n < N, HAS_BIAS)
     norm = pairs_of_tiles(norm_ptr, tile, COUNT, BITS) if HAS_NORM else 0
     launch_next(OVERLAP)
     wait_for_previous(OVERLAP)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    residual = given(residual_ptr, output, output < N, HAS_RESIDUAL)
+    residual = load_or_zeros(residual_ptr, output, output < N, HAS_RESIDUAL)
     x = pairs_of_tiles(x_ptr, tile, COUNT, BITS)
     total = tl.zeros((ROWS, TILES * 4), tl.float32)
     squares = tl.zeros((TILES, 16, 8 // BITS, 2), tl.float32)
@@ -278,6 +279,7 @@ def packed_vector(
     tile: VectorTile | None = None,
 ) -> Tensor:
     """y [1, N] of x [1, K]."""
+    refuse_changed_up(activation, "packed_vector")
     assert zero is None or zero.stride() == scale.stride()
     assert x.is_contiguous()
     (M, K), halves = x.shape, 2 if activation else 1

@@ -24,9 +24,9 @@ from tightfit.kernels.triton_support import tl, triton
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a step from row `at` on, which have the positions `before`, `before` + 1, … of one sequence."""
+    """`count` rows of a step from `first_row` on, with the positions `before`, `before` + 1, … of one sequence."""
 
-    at: int
+    first_row: int
     count: int
     before: int
 
@@ -34,7 +34,7 @@ class Rows:
 def query_tiles(pieces: Iterable[Rows], block: int) -> list[tuple[int, int, int, int]]:
     """(first row, rows, first position, piece) of each tile; those with the most keys to see come first."""
     tiles = [
-        (piece.at + done, min(block, piece.count - done), piece.before + done, index)
+        (piece.first_row + done, min(block, piece.count - done), piece.before + done, index)
         for index, piece in enumerate(pieces)
         for done in range(0, piece.count, block)
     ]
@@ -112,7 +112,7 @@ def paged_prefill_eager(
     made = []
     for piece, table in zip(pieces, tables.long(), strict=True):
         end = piece.before + piece.count
-        rows = query[piece.at : piece.at + piece.count].transpose(0, 1)[None]
+        rows = query[piece.first_row : piece.first_row + piece.count].transpose(0, 1)[None]
         key, value = (part[table].flatten(0, 1)[:end].transpose(0, 1)[None] for part in (keys, values))
         seen = AttentionMask(piece.count, end, query.device).dense(window, explicit=True)
         if sinks is not None:

@@ -27,16 +27,16 @@ def result_unwanted() -> Iterator[None]:
 
 
 @contextmanager
-def skipped_when_recomputed() -> Iterator[None]:
+def left_out_when_recomputing() -> Iterator[None]:
     """Mark products that recomputation leaves out, so that selective checkpointing does not save their results."""
-    before, _thread.skipped = is_skipped_when_recomputed(), True
+    before, _thread.skipped = is_left_out_when_recomputing(), True
     try:
         yield
     finally:
         _thread.skipped = before
 
 
-def is_skipped_when_recomputed() -> bool:
+def is_left_out_when_recomputing() -> bool:
     """Whether recomputation leaves out the product being computed."""
     return getattr(_thread, "skipped", False)
 

@@ -31,7 +31,7 @@ from tightfit.kernels.gather_rows import gather_rows
 from tightfit.kernels.glu import activated, factored, glu, glu_eager
 from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_outer
 from tightfit.kernels.operators import on_device_of, operator
-from tightfit.kernels.recomputation import is_result_wanted, placeholder, skipped_when_recomputed
+from tightfit.kernels.recomputation import is_result_wanted, left_out_when_recomputing, placeholder
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 from tightfit.models.spec import Activation
 
@@ -184,7 +184,7 @@ class _RoutedMlp(torch.autograd.Function):
         ctx.activation, ctx.impl, ctx.drops = activation, impl, drops
         if not is_result_wanted():
             return placeholder(x, x.shape[-1])
-        with skipped_when_recomputed():
+        with left_out_when_recomputing():
             made = grouped_matmul(glu(gate, up, activation, impl=impl), down_weight.mT, offsets, impl=impl)
         return combine(made, None, weights, rows, impl=impl)
 

@@ -261,7 +261,7 @@ def place_outliers_kernel(  # type: ignore[no-untyped-def]
         tl.store(weight_ptr + n.to(tl.int64)[:, None] * K + k, value.to(weight_ptr.dtype.element_ty), mask=is_there)
 
 
-class RowTiles(NamedTuple):
+class SpqrTiles(NamedTuple):
     """How the product is tiled: rows of the weight per program, warps that split the inputs, pipeline stages."""
 
     block_n: int
@@ -269,15 +269,15 @@ class RowTiles(NamedTuple):
     stages: int
 
 
-def row_tiles_for(M: int, K: int) -> RowTiles:
+def row_tiles_for(M: int, K: int) -> SpqrTiles:
     """For M rows of x, as measured at 4096 × 14336 on an H200; no warp without a tile of inputs."""
     if is_interpreted():
-        return RowTiles(block_n=16, parts=2, stages=1)
+        return SpqrTiles(block_n=16, parts=2, stages=1)
     block_n, most_parts = (16, 4) if M == 1 else (32, 8)
-    return RowTiles(block_n=block_n, parts=min(most_parts, triton.next_power_of_2(K // TILE)), stages=1)
+    return SpqrTiles(block_n=block_n, parts=min(most_parts, triton.next_power_of_2(K // TILE)), stages=1)
 
 
-def launch_spqr_rows(x: Tensor, weight: SpqrTensors, tiles: RowTiles) -> Tensor:
+def launch_spqr_rows(x: Tensor, weight: SpqrTensors, tiles: SpqrTiles) -> Tensor:
     """The product of x [M, K], M up to 16, tiled as `tiles` say."""
     (M, K), N = x.shape, weight.rows
     block_m = 16 if M > 8 or is_interpreted() else 8

@@ -10,7 +10,7 @@ from tightfit.kernels.triton_support import tl, triton
 
 
 @triton.jit
-def given(ptr, at, here, IS_GIVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_or_zeros(ptr, at, here, IS_GIVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers at `at` in float32; zeros where there is no such tensor."""
     if IS_GIVEN:
         return tl.load(ptr + at, mask=here, other=0.0).to(tl.float32)

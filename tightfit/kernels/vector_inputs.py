@@ -34,6 +34,6 @@ def inputs_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def larger(low, high):  # type: ignore[no-untyped-def]
+def larger_magnitude(low, high):  # type: ignore[no-untyped-def]
     """The larger of two magnitudes."""
     return tl.maximum(tl.abs(low), tl.abs(high))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit.kernels.flash_attention  # noqa: F401  registers the operator below
-from tightfit.kernels.recomputation import is_skipped_when_recomputed, result_unwanted
+from tightfit.kernels.recomputation import is_left_out_when_recomputing, result_unwanted
 from tightfit.levers.policy.recompute import KeepLevel
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ class _RecordResults(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name in self.names:
-            self.ends_skipped = self.skips and is_skipped_when_recomputed()
+            self.ends_skipped = self.skips and is_left_out_when_recomputing()
             if not self.ends_skipped:
                 self.results.append((func, _detached(result)))
         return result

@@ -43,7 +43,7 @@ from tightfit.models.mlp import RoutedMlp
 from tightfit.models.rope import tables
 from tightfit.models.routing import z_loss
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
-from tightfit.parallel.mesh import context_group, pieces_group
+from tightfit.parallel.mesh import context_group, context_ranks_group
 from tightfit.parallel.ring import ring_attention
 from tightfit.parallel.ring_sinks import ring_sink_attention
 from tightfit.parallel.row_split import RowSplit
@@ -56,7 +56,7 @@ BY_LONGEST_ROW = ("dynamic", "longrope")
 
 def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
     """Give `model` this rank's tokens of every row, in place and once; nothing changes where rows are whole."""
-    rows = pieces_group(mesh)
+    rows = context_ranks_group(mesh)
     if rows is None or APPLIED in vars(model):
         return
     ring, heads = context_group(mesh, "ring"), context_group(mesh, "heads")

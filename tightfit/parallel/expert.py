@@ -126,18 +126,18 @@ def _forward(
     beside: Callable[[], Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """In place of `ExpertWeights.forward`: this rank's tokens through the experts of all ranks."""
-    trip, local = plan_trip(routing, group, experts.impl)
+    exchange, local = plan_exchange(routing, group, experts.impl)
     if routing.drops:  # the buffer has room for more rows than are sent
-        routing = routing._replace(tokens=routing.tokens[: sum(trip.sent)])
-    leaving = _Depart.apply(tokens, by_row(weights, routing), routing.tokens, routing.rows, trip)
+        routing = routing._replace(tokens=routing.tokens[: sum(exchange.sent)])
+    leaving = _Depart.apply(tokens, by_row(weights, routing), routing.tokens, routing.rows, exchange)
     other = None if beside is None else beside()
-    rows, row_weights = _Arrive.apply(*leaving, trip)
+    rows, row_weights = _Arrive.apply(*leaving, exchange)
     made = experts.compute(rows, row_weights[:, None], local)
-    return _Return.apply(made, routing.tokens, routing.rows, trip), other
+    return _Return.apply(made, routing.tokens, routing.rows, exchange), other
 
 
 @dataclass
-class Trip:
+class RowExchange:
     """One exchange of rows between expert ranks: how many go to and come from each, and the transfers in flight."""
 
     group: dist.ProcessGroup
@@ -173,10 +173,10 @@ class Trip:
         return arrived
 
 
-def plan_trip(routing: Routing, group: dist.ProcessGroup, impl: Impl = "auto") -> tuple[Trip, Routing]:
+def plan_exchange(routing: Routing, group: dist.ProcessGroup, impl: Impl = "auto") -> tuple[RowExchange, Routing]:
     """Exchange the number of rows per expert between ranks, and wait until the host knows them.
 
-    Returns the trip, and the routing of the received rows to this rank's experts.
+    Returns the exchange, and the routing of the received rows to this rank's experts.
     """
     ranks = group.size()
     sent = routing.offsets.diff(prepend=routing.offsets.new_zeros(1)).view(ranks, -1)  # [ranks, experts of each]
@@ -192,7 +192,7 @@ def plan_trip(routing: Routing, group: dist.ProcessGroup, impl: Impl = "auto") -
         to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     local = torch.arange(sent.shape[1], device=sent.device).repeat(ranks)
     experts = local.repeat_interleave(received.flatten(), output_size=sum(from_ranks))
-    return Trip(group, to_ranks, from_ranks, impl), route(experts[:, None], sent.shape[1])
+    return RowExchange(group, to_ranks, from_ranks, impl), route(experts[:, None], sent.shape[1])
 
 
 def _is_fake(group: dist.ProcessGroup) -> bool:
@@ -204,33 +204,35 @@ class _Depart(torch.autograd.Function):
     """Start to send tokens' copies and weights to their experts; backward waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by_row: Tensor, tokens: Tensor, rows: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, by_row: Tensor, tokens: Tensor, rows: Tensor, exchange: RowExchange
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
-        ctx.trip = trip
-        return trip.start(gather_rows(x, tokens, impl=trip.impl)), trip.start(by_row)
+        ctx.exchange = exchange
+        return exchange.start(gather_rows(x, tokens, impl=exchange.impl)), exchange.start(by_row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        d_copies, d_by_row = ctx.trip.wait()
-        return combine(d_copies, None, None, rows, impl=ctx.trip.impl), d_by_row, None, None, None
+        d_copies, d_by_row = ctx.exchange.wait()
+        return combine(d_copies, None, None, rows, impl=ctx.exchange.impl), d_by_row, None, None, None
 
 
 class _Arrive(torch.autograd.Function):
     """Wait for rows and weights; backward starts to send their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, by_row: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        trip.wait()
+    def forward(ctx: Any, rows: Tensor, by_row: Tensor, exchange: RowExchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        exchange.wait()
         return rows.view_as(rows), by_row.view_as(by_row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, d_by_row: Tensor) -> tuple[Tensor, Tensor, None]:
-        ctx.trip.start(d_rows, back=True)
-        ctx.trip.start(d_by_row, back=True)
+        ctx.exchange.start(d_rows, back=True)
+        ctx.exchange.start(d_by_row, back=True)
         return d_rows, d_by_row, None  # for autograd's shape check; `_Depart` returns the gradients that arrive
 
 
@@ -238,17 +240,17 @@ class _Return(torch.autograd.Function):
     """Send experts' results back and add up those of each token."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, tokens: Tensor, rows: Tensor, trip: Trip) -> Tensor:
+    def forward(ctx: Any, made: Tensor, tokens: Tensor, rows: Tensor, exchange: RowExchange) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.trip = trip
+        ctx.exchange = exchange
         if not is_result_wanted():
             return placeholder(made, made.shape[-1], rows=len(rows))
-        trip.start(made, back=True)
-        return combine(trip.wait()[0], None, None, rows, impl=trip.impl)
+        exchange.start(made, back=True)
+        return combine(exchange.wait()[0], None, None, rows, impl=exchange.impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (tokens,) = ctx.saved_tensors
-        ctx.trip.start(gather_rows(dy, tokens, impl=ctx.trip.impl))
-        return ctx.trip.wait()[0], None, None, None
+        ctx.exchange.start(gather_rows(dy, tokens, impl=ctx.exchange.impl))
+        return ctx.exchange.wait()[0], None, None, None

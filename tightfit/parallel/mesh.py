@@ -130,7 +130,7 @@ def sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
     return found
 
 
-def pieces_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def context_ranks_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of ranks that have pieces of the same rows; None where rows are whole."""
     return mesh.get_group("context") if "context" in (mesh.mesh_dim_names or ()) else None
 

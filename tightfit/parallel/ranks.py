@@ -1,8 +1,8 @@
 """Ranks: this process's rank on the data axis and among all processes, and small collectives of the training loop.
 
 On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over ranks that have pieces
-of the same rows: `sum_pieces`; over both: `sum_over_batch`. Over all processes of a run, of every axis: `first`,
-`sum_over_all`, `max`, `broadcast`, `barrier`.
+of the same rows: `sum_over_context_ranks`; over both: `sum_over_batch`. Over all processes of a run, of every axis:
+`first`, `sum_over_all`, `max`, `broadcast`, `barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tightfit.parallel.mesh import long_wait_group, pieces_group
+from tightfit.parallel.mesh import context_ranks_group, long_wait_group
 
 Thing = TypeVar("Thing")
 
@@ -34,9 +34,9 @@ class Ranks:
     """Where tensors of collectives must be: "cuda" for NCCL."""
     process: int = 0
     processes: int = 1
-    pieces: int = 1
+    context_ranks: int = 1
     """Number of ranks that every row is split over."""
-    pieces_group: dist.ProcessGroup | None = None
+    context_ranks_group: dist.ProcessGroup | None = None
     stages: int = 1
     """Pipeline ranks (the outermost axis), each with its own layers."""
     stage_group: dist.ProcessGroup | None = None
@@ -59,8 +59,8 @@ class Ranks:
             long_wait_group=long_wait_group(mesh),
         )
         axes = mesh.mesh_dim_names or ()
-        if (rows := pieces_group(mesh)) is not None:
-            found = replace(found, pieces=rows.size(), pieces_group=rows)
+        if (rows := context_ranks_group(mesh)) is not None:
+            found = replace(found, context_ranks=rows.size(), context_ranks_group=rows)
         if "pipeline" in axes:
             found = replace(found, stages=mesh["pipeline"].size(), stage_group=mesh.get_group("pipeline"))
         return found
@@ -74,13 +74,13 @@ class Ranks:
         """The sum over the data axis; alone, the tensor itself."""
         return _summed(tensor, self.world, self.group)
 
-    def sum_pieces(self, tensor: Tensor) -> Tensor:
+    def sum_over_context_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that have pieces of the same rows; where rows are whole, the tensor itself."""
-        return _summed(tensor, self.pieces, self.pieces_group)
+        return _summed(tensor, self.context_ranks, self.context_ranks_group)
 
     def sum_over_batch(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks that have rows of the batch, or pieces of rows."""
-        return self.sum_pieces(self.sum(tensor))
+        return self.sum_over_context_ranks(self.sum(tensor))
 
     def sum_over_all(self, tensor: Tensor) -> Tensor:
         """The sum over all processes; alone, the tensor itself."""

@@ -18,10 +18,10 @@ from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.speculation.draft import make_draft_runner, make_skipping_runner, skipping_spec
 from tightfit.serve.speculation.proposers import DraftModel, PromptLookup, Proposer
-from tightfit.serve.weights.cpu_codes import expand_for_cpu, hold_for_cpu
+from tightfit.serve.weights.cpu_codes import expand_for_cpu, pack_for_cpu
 
 
-def refuse_variant(*, ranks: bool, adapters: bool) -> None:
+def refuse_batch_invariant(*, ranks: bool, adapters: bool) -> None:
     """Refuse `batch_invariant` over several ranks or with adapters, for which it is not implemented."""
     if ranks or adapters:
         beside = "ranks" if ranks else "adapters"
@@ -32,7 +32,7 @@ def prepare_codes(model: Decoder, config: EngineConfig) -> EngineConfig:
     """Convert quantized layers to what a CPU multiplies fastest; the configuration, with `rounded_weights` where such
     layers became plain ones."""
     if config.multiplies_packed:
-        hold_for_cpu(model)
+        pack_for_cpu(model)
     room = HOST_SHARE * free_bytes(model.embed.weight.device)
     if expand_for_cpu(model, int(room)) and config.multiplies_packed:
         return replace(config, rounded_weights=True)

@@ -79,7 +79,7 @@ class BeamSearch:
         candidates = [
             Hypothesis((*beam.tokens, token), beam.logprob + logprob)
             for beam, answer in zip(self.beams, answers, strict=True)
-            for token, logprob in answer.chances[0].top
+            for token, logprob in answer.logprobs[0].top
         ]
         candidates.sort(key=lambda each: each.logprob, reverse=True)
         self.length += 1

@@ -35,7 +35,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.forward.cpu_products import fastest_products
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.sampling.chooser import Asked, choose
+from tightfit.serve.sampling.chooser import SequenceRows, choose
 from tightfit.serve.schedule.scheduler import Chunk
 from tightfit.serve.schedule.sequence import Sequence
 from tightfit.serve.schedule.step import make_step
@@ -185,7 +185,7 @@ def _cached_gb_s(spec: ModelSpec) -> float:
 def _logit_ns() -> float:
     """Nanoseconds per logit of a greedy choice."""
     logits = torch.randn(SEQUENCES, preset("smollm2-135m").vocab_size)
-    asked = [Asked(Sequence([0], Sampling(temperature=0)), None, (), None) for _ in logits]
+    asked = [SequenceRows(Sequence([0], Sampling(temperature=0)), None, (), None) for _ in logits]
     return 1e9 * _best_s(lambda: choose(logits, asked)) / logits.numel()
 
 

@@ -24,7 +24,7 @@ from tightfit.serve.assembly import (
     make_proposer,
     make_runner,
     prepare_codes,
-    refuse_variant,
+    refuse_batch_invariant,
 )
 from tightfit.serve.budget import Budget
 from tightfit.serve.config import EngineConfig
@@ -36,10 +36,10 @@ from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.held_bytes import held_bytes
 from tightfit.serve.ranks.runner import RankRunner
 from tightfit.serve.requests.grammar import Constraints, Matcher
-from tightfit.serve.requests.request import MOST_ANSWERS, Answer, Finish, Output, Request, TokenChance
+from tightfit.serve.requests.request import MOST_ANSWERS, Answer, Finish, Output, Request, TokenLogprob
 from tightfit.serve.requests.text_stream import TextStream
 from tightfit.serve.running import Running
-from tightfit.serve.sampling.chooser import Asked, Chosen, choose, choose_alone
+from tightfit.serve.sampling.chooser import Chosen, SequenceRows, choose, choose_alone
 from tightfit.serve.schedule.block_pool import BlockPool
 from tightfit.serve.schedule.scheduler import Chunk, Limits, Scheduler
 from tightfit.serve.schedule.sequence import Sequence
@@ -80,7 +80,7 @@ class Engine:
         self.adapters, self.spread = dict(adapters or {}), ranks is not None
         refuse_folded(self.adapters, model.spec)
         if self.config.batch_invariant:
-            refuse_variant(ranks=self.spread, adapters=bool(self.adapters))
+            refuse_batch_invariant(ranks=self.spread, adapters=bool(self.adapters))
         if ranks is None:
             for each in (model,) if draft is None else (model, draft):
                 self.config = prepare_codes(each, self.config)
@@ -191,10 +191,10 @@ class Engine:
         if chunks:
             self.counts.steps += 1
             self._flights.append(async_steps.launch(chunks))
-            self.scheduler.launched(chunks)
+            self.scheduler.mark_launched(chunks)
             for chunk in chunks:
                 if not chunk.chooses:
-                    self.scheduler.settle(chunk.sequence)
+                    self.scheduler.cache_full_blocks(chunk.sequence)
         return self._collect(1 if chunks else 0)
 
     def _collect(self, flying: int) -> list[Output]:
@@ -216,13 +216,13 @@ class Engine:
         logits = self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
         self.counts.steps += 1
         choosing = [chunk for chunk in chunks if chunk.chooses]
-        asked = [self._asked(chunk, drafts.get(chunk.sequence)) for chunk in choosing]
+        asked = [self._rows_of(chunk, drafts.get(chunk.sequence)) for chunk in choosing]
         for chunk in chunks:
             chunk.sequence.stored = chunk.end
         chosen = (choose_alone if self.config.batch_invariant else choose)(logits, asked) if asked else []
         outputs = [self._extend(chunk, choice) for chunk, choice in zip(choosing, chosen, strict=True)]
         for chunk in chunks:
-            self.scheduler.settle(chunk.sequence)
+            self.scheduler.cache_full_blocks(chunk.sequence)
         for chunk in choosing:
             self._start_siblings(chunk.sequence)
         return outputs
@@ -285,9 +285,9 @@ class Engine:
                 self._constraints = Constraints(self.tokenizer, self.model.spec.vocab_size)
         return self._constraints.matcher(grammar)
 
-    def _asked(self, chunk: Chunk, draft: torch.Tensor | None) -> Asked:
+    def _rows_of(self, chunk: Chunk, draft: torch.Tensor | None) -> SequenceRows:
         running = self._running[chunk.sequence]
-        return Asked(chunk.sequence, running.matcher, tuple(chunk.proposal), draft)
+        return SequenceRows(chunk.sequence, running.matcher, tuple(chunk.proposal), draft)
 
     def _extend(self, chunk: Chunk, chosen: Chosen) -> Output:
         """Extend an answer by its chosen tokens, and finish it if one of them ends it."""
@@ -305,8 +305,8 @@ class Engine:
             self._finish(running, finish)
         cached = sequence.cached if first else 0
         self.counts.cached_tokens += cached
-        chances: list[TokenChance] = chosen.chances[: len(taken)]
-        return Output(running.request.id, sequence.index, tuple(taken), text, tuple(chances), finish, cached)
+        logprobs: list[TokenLogprob] = chosen.logprobs[: len(taken)]
+        return Output(running.request.id, sequence.index, tuple(taken), text, tuple(logprobs), finish, cached)
 
     def _extend_by_token(self, running: Running, token: int) -> Output:
         """`_extend` by one token without guesses or log probabilities: done for hundreds of sequences a step."""
@@ -318,13 +318,13 @@ class Engine:
         if finish is not None:
             self._finish(running, finish)
         elif self.scheduler.limits.prefix_cache:
-            self.scheduler.settle(sequence)
+            self.scheduler.cache_full_blocks(sequence)
         if running.siblings:
             self._start_siblings(sequence, running)
         return Output(running.request.id, sequence.index, tuple(taken), text, (), finish, cached)
 
     def _finish(self, running: Running, finish: Finish) -> None:
-        self.scheduler.settle(running.sequence)
+        self.scheduler.cache_full_blocks(running.sequence)
         self.scheduler.remove(running.sequence, finish)
         del self._running[running.sequence]
         self._host_bound -= running.sequence.sampling.needs_host

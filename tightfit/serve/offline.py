@@ -210,8 +210,8 @@ def answer_prompts(
     With several `beams` nothing is sampled: an answer is the likeliest that a beam search finds.
     """
     assert engine.tokenizer is not None
-    asking = Asking(target, beams, prompts, [to_request(each, engine.tokenizer, sampling) for each in prompts])
-    for prompt, request in asking.unanswered(read_finished(target)):
+    batch = PromptBatch(target, beams, prompts, [to_request(each, engine.tokenizer, sampling) for each in prompts])
+    for prompt, request in batch.unanswered(read_finished(target)):
         _check_request(engine, prompt, request)
         if beams > 1:
             refuse_for_beams(request, sampling)
@@ -219,7 +219,7 @@ def answer_prompts(
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked_beside(target):
             finished = read_finished(target)  # again: under the lock no other process writes
-            left = [request for _, request in asking.unanswered(finished)]
+            left = [request for _, request in batch.unanswered(finished)]
             on_finished(len(prompts) - len(left), len(prompts))
             answered = finished_requests(engine, left) if beams == 1 else likeliest_answers(engine, left, beams)
             lines = (_line(request, answers, beams) for request, answers in answered)
@@ -228,7 +228,7 @@ def answer_prompts(
 
 
 @dataclass(frozen=True)
-class Asking:
+class PromptBatch:
     """Prompts and their requests to the engine, whose answers go to `target`."""
 
     target: Path

@@ -17,7 +17,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.forward.adapters import load_adapters
 from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
-from tightfit.serve.ranks.share import Spread, check_spread, find_meeting, join, load_share
+from tightfit.serve.ranks.share import Spread, check_spread, connect_store, join, load_share
 
 OWN_RUN = "runs/stdlib"
 """The run that `make run` trains."""
@@ -106,7 +106,7 @@ def start_first_rank(
 def run_other_rank(index: int, source: str, config: EngineConfig, spread: Spread, port: int, device: str) -> None:
     """Run rank `index` + 1 until rank 0 has ended."""
     torch.set_num_threads(1)
-    follow(_steps(index + 1, source, config, spread, find_meeting(port, spread.ranks), device))
+    follow(_steps(index + 1, source, config, spread, connect_store(port, spread.ranks), device))
 
 
 def _steps(rank: int, source: str, config: EngineConfig, spread: Spread, store: object, device: str) -> RankSteps:

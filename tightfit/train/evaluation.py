@@ -50,7 +50,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device, r
         total += output.loss
         tokens += int((batch["labels"] != IGNORE).sum())
     reshard_all(model)
-    total = ranks.sum_pieces(total)
+    total = ranks.sum_over_context_ranks(total)
     loss, counted = ranks.sum(torch.stack([total, torch.full_like(total, tokens)])).tolist()
     return Evaluation(loss / max(counted, 1), int(counted))
 

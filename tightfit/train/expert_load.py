@@ -80,7 +80,7 @@ class ExpertMeter:
                 if count is not None:
                     count.zero_()
         ranks = self.ranks
-        other_tokens = ranks.world * ranks.pieces * ranks.stages  # tensor ranks count the same
+        other_tokens = ranks.world * ranks.context_ranks * ranks.stages  # tensor ranks count the same
         return (ranks.sum_over_all(counts) / (ranks.processes // other_tokens)).cpu()
 
 

@@ -240,7 +240,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
 def loss_and_squares(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> Tensor:
     """This rank's parts of the step's loss and of Σ g², to be summed over all processes."""
     ranks_per_stage = ranks.processes // optimizer.pipeline_ranks
-    copies = ranks_per_stage // (ranks.world * ranks.pieces)
+    copies = ranks_per_stage // (ranks.world * ranks.context_ranks)
     return torch.stack([part.double() / copies, optimizer.squares(ranks_per_stage)])
 
 

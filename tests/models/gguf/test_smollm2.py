@@ -16,7 +16,7 @@ from tightfit.models.gguf.model import smollm2_path
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.loading import SMOLLM2, LoadedModel, load_model
-from tightfit.serve.weights.cpu_codes import hold_for_cpu
+from tightfit.serve.weights.cpu_codes import pack_for_cpu
 
 DECLARATION = """\
 When in the Course of human events, it becomes necessary for one people to dissolve the political bands which have \
@@ -87,7 +87,7 @@ def test_it_predicts_what_llama_cpp_does(prompt: str, smollm2: LoadedModel, refe
 def test_multiplied_as_packed_it_predicts_what_float32_does(smollm2: LoadedModel) -> None:
     """What rounding inputs, scales and results to bfloat16 costs on real text, as docs/serving.md says it."""
     coded = load_model(SMOLLM2, coded_gguf=True).model
-    hold_for_cpu(coded)
+    pack_for_cpu(coded)
     assert smollm2.tokenizer is not None
     tokens = torch.tensor([smollm2.tokenizer.encode(DECLARATION)[:64]])
     with torch.inference_mode():

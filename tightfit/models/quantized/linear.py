@@ -2,7 +2,7 @@
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
 `kernels/quantized_linear.py`, `kernels/spqr_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read
-packed codes; on a CPU `kernels/int4_linear.py` does for few tokens, in layers repacked for it (`hold_for_cpu`). Schemes
+packed codes; on a CPU `kernels/int4_linear.py` does for few tokens, in layers repacked for it (`pack_for_cpu`). Schemes
 with rounded activations round them here, with a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where
 they are static, one for all from calibration, beyond whose range they saturate. LLM.int8 (Dettmers et al. 2022)
 leaves input channels that reach ±6 anywhere in the batch unrounded.
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Module):
     def __init__(
         self, weight: CodedWeight, bias: Tensor | None = None, impl: Impl = "auto", *, for_cpu: bool = False
     ) -> None:
-        """With `for_cpu`, the codes are packed as by `hold_for_cpu`, which has to be possible."""
+        """With `for_cpu`, the codes are packed as by `pack_for_cpu`, which has to be possible."""
         super().__init__()
         self.scheme, self.impl = weight.scheme, impl
         self.out_features, self.in_features = weight.shape
@@ -118,15 +118,15 @@ class QuantizedLinear(nn.Module):
         return self.scheme.kind == "int" and self.scheme.activations is None and ordered and self._has_row_scales
 
     @property
-    def can_be_held_for_cpu(self) -> bool:
+    def can_be_packed_for_cpu(self) -> bool:
         """Whether this CPU has a kernel that multiplies by such codes."""
         if self.packed.device.type != "cpu" or not self.is_packed:
             return False
         return takes_int4(self.out_features, self.in_features, self.scheme.bits, self.scheme.group)
 
-    def hold_for_cpu(self) -> None:
+    def pack_for_cpu(self) -> None:
         """Repack the codes for the CPU's kernel, which multiplies few tokens by them."""
-        assert self.can_be_held_for_cpu, self.scheme.describe()
+        assert self.can_be_packed_for_cpu, self.scheme.describe()
         assert self.scale is not None
         self.packed, self.cpu_scales = pack_int4(self._unpack()), int4_scales(self.scale, self.zero)
 

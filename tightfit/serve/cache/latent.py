@@ -43,8 +43,8 @@ class LatentCache(PagedCache):
         if step.row_by_row:
             return self._latent_rows(step, query[0], layer, expansion, scale)
         parts = []
-        if step.singles:
-            parts.append(self._latent_singles(step, query[0, :, : step.singles], layer, expansion, scale))
+        if step.decode_tokens:
+            parts.append(self._latent_singles(step, query[0, :, : step.decode_tokens], layer, expansion, scale))
         parts += [self._latent_pieces(step, group, query, vectors, layer, expansion, scale) for group in step.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -61,7 +61,7 @@ class LatentCache(PagedCache):
             for length in lengths:
                 own = query[:, len(rows), None].contiguous()
                 rows.append(_absorbed(own, found[:, :length], expansion, None, scale))
-        rows += [torch.zeros_like(rows[0])] * (query.shape[1] - step.singles)
+        rows += [torch.zeros_like(rows[0])] * (query.shape[1] - step.decode_tokens)
         return torch.cat(rows, dim=2)
 
     def _latent_pieces(

@@ -91,8 +91,8 @@ class PagedCache:
             rows = query[0].transpose(0, 1)
             return self.attend_stored(step, layer, rows, **settings).transpose(0, 1)[None]
         parts = []
-        if step.singles:
-            rows = query[0, :, : step.singles].transpose(0, 1)  # [singles, heads, D]
+        if step.decode_tokens:
+            rows = query[0, :, : step.decode_tokens].transpose(0, 1)  # [singles, heads, D]
             parts.append(self._singles(step, layer, rows, **settings).transpose(0, 1)[None])
         for group in step.groups:
             parts.append(self._pieces(step, group, layer, query, key, value, **settings))
@@ -126,12 +126,12 @@ class PagedCache:
         if not step.pieces:
             return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
         whole = all(_has_round_length(piece) for piece in step.pieces)
-        if whole and not step.singles and len(step.groups) == 1:
+        if whole and not step.decode_tokens and len(step.groups) == 1:
             return self._whole_prompts(step, step.groups[0], query, keys, values, **settings)
         out = torch.empty(query.shape, device=query.device, dtype=query.dtype)
-        if step.singles:
-            single = query[: step.singles]
-            out[: step.singles] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
+        if step.decode_tokens:
+            single = query[: step.decode_tokens]
+            out[: step.decode_tokens] = paged_attention(single, keys, values, step.tables, step.lengths, **settings)
         if whole:
             for group in step.groups:
                 out[step.rows_of(group)] = self._whole_prompts(step, group, query, keys, values, **settings)
@@ -152,7 +152,7 @@ class PagedCache:
                 first = 0 if window is None else max(0, length - window)
                 key, value = (part[:, first:length].transpose(1, 2) for part in every)
                 rows.append(_single_attention(query[len(rows), None], key, value, None, **settings)[0])
-        rows += [torch.zeros_like(query[0])] * (len(query) - step.singles)
+        rows += [torch.zeros_like(query[0])] * (len(query) - step.decode_tokens)
         return torch.stack(rows)
 
     @property
@@ -198,7 +198,7 @@ class PagedCache:
         found = self.storage[layer].index_select(1, step.flat_tables)
         if self.is_quantized:
             found = decode(found, self.scales[layer].index_select(1, step.flat_tables), self.form, self.dtype)
-        key, value = found.view(2, step.singles, -1, *found.shape[3:])[:, :, : step.longest].transpose(2, 3)
+        key, value = found.view(2, step.decode_tokens, -1, *found.shape[3:])[:, :, : step.longest].transpose(2, 3)
         return key, value
 
     def _pieces(

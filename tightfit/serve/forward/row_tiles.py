@@ -160,7 +160,7 @@ class RowTiles:
             tokens=tokens[None],
             positions=positions[None],
             slots=slots,
-            singles=rows,
+            decode_tokens=rows,
             tables=tables,
             lengths=lengths,
             rope_lengths=[(1, length) for length in ropes],
@@ -191,7 +191,7 @@ def tables_of_rows(step: Step) -> Tensor:
     columns = max(step.tables.shape[1], step.joint_tables.shape[1])
     every = torch.cat([_widened(step.tables, columns), _widened(step.joint_tables, columns)])
     of_pieces = np.repeat(np.arange(len(step.pieces)), [piece.count for piece in step.pieces])
-    whose = np.concatenate([np.arange(step.singles), step.singles + of_pieces])
+    whose = np.concatenate([np.arange(step.decode_tokens), step.decode_tokens + of_pieces])
     return every.index_select(0, to_device(whose, every.device))
 
 

@@ -58,7 +58,7 @@ class AsyncSteps:
         self._send_known(chunks)
         states = self.graphs.decode(chunks)
         if all(chunk.sequence.sampling.is_greedy for chunk in chunks):
-            return Flight(chunks, HostCopy(self.graphs.highest(chunks)))
+            return Flight(chunks, HostCopy(self.graphs.choose_greedy(chunks)))
         return self._choose(chunks, self.runner.project(states))
 
     def _choose(self, choosing: list[Chunk], logits: Tensor) -> Flight:

@@ -133,7 +133,7 @@ class Graphs:
         return self.runner.tiles is None and chunk.start == 0 and chunk.chooses and chunk.count <= longest
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
-        """States [chunks, H] of a step with one token of each sequence; call `highest` or a projection next."""
+        """States [chunks, H] of a step with one token of each sequence; call `choose_greedy` or a projection next."""
         count, size = len(chunks), self._size(chunks)
         numbers = self._numbers.host()
         for chunk in chunks:
@@ -153,7 +153,7 @@ class Graphs:
         self._states[size] = self._get(self._decoding, size, self._decode)()
         return self._states[size][:count]
 
-    def highest(self, chunks: list[Chunk]) -> Tensor:
+    def choose_greedy(self, chunks: list[Chunk]) -> Tensor:
         """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run; also written to
         `last_tokens` at their sequences' slots, where the next step reads them."""
         return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
@@ -194,7 +194,7 @@ class Graphs:
             tokens=self.last_tokens.index_select(0, slots)[None],
             positions=positions[None],
             slots=places,
-            singles=size,
+            decode_tokens=size,
             tables=self._tables.device_side[:size],
             lengths=lengths,
             longest=self._longest,
@@ -218,7 +218,7 @@ class Graphs:
             tokens=tokens[None, :size],
             positions=torch.arange(size, device=self.device)[None],
             slots=places[:size],
-            singles=0,
+            decode_tokens=0,
             tables=places.new_zeros((0, 0), dtype=torch.int32),
             lengths=places[:0],
             pieces=[Piece(0, size, 0, [])],

@@ -10,7 +10,7 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.http.protocol import NO_ECHO, Echo
 from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.http.tools import found_calls
-from tightfit.serve.requests.request import Answer, Output, TokenChance
+from tightfit.serve.requests.request import Answer, Output, TokenLogprob
 
 Json = dict[str, Any]
 REASONS = {"stop": "stop", "length": "length", "cancelled": "stop", None: None}
@@ -62,7 +62,7 @@ class Writer:
     def opening(self, index: int, before: Echo = NO_ECHO) -> Json:
         """The first piece of a stream: of a chat with the role, of a completion with the echoed prompt."""
         added: Json = {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": before.text}
-        return self._piece(index, added, self._echoed_chances(before), None)
+        return self._piece(index, added, self._echoed_logprobs(before), None)
 
     def offsets(self, before: Echo = NO_ECHO) -> TextOffsets:
         """The text offsets of one streamed answer's tokens, for `piece`."""
@@ -71,7 +71,7 @@ class Writer:
     def piece(self, index: int, output: Output, offsets: TextOffsets) -> Json:
         """The piece with what one step added."""
         added = {"delta": {"content": output.text}} if self.chat else {"text": output.text}
-        return self._piece(index, added, self._chances(output.chances, offsets), REASONS[output.finish])
+        return self._piece(index, added, self._logprobs(output.logprobs, offsets), REASONS[output.finish])
 
     def calls(self, index: int, answer: Answer) -> list[Json]:
         """The pieces of a complete answer, which may have tool calls; the last has the log probabilities."""
@@ -82,7 +82,7 @@ class Writer:
         for place, call in enumerate(calls):
             pieces.append(self._piece(index, {"delta": {"tool_calls": [{"index": place, **call}]}}, None, None))
         finish = "tool_calls" if calls else REASONS[answer.finish]
-        return [*pieces, self._piece(index, {"delta": {}}, self._chances(answer.chances, self.offsets()), finish)]
+        return [*pieces, self._piece(index, {"delta": {}}, self._logprobs(answer.logprobs, self.offsets()), finish)]
 
     def ending(self, usage: Usage) -> Json:
         """The last piece of a stream that ends with its usage."""
@@ -96,16 +96,16 @@ class Writer:
         prefix = "chatcmpl" if self.chat else "cmpl"
         return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
 
-    def _piece(self, index: int, added: Json, chances: Json | None, finish: str | None) -> Json:
-        choice = {"index": index, **added, "logprobs": chances, "finish_reason": finish}
+    def _piece(self, index: int, added: Json, logprobs: Json | None, finish: str | None) -> Json:
+        choice = {"index": index, **added, "logprobs": logprobs, "finish_reason": finish}
         return self._head(self._stream_kind) | {"choices": [choice]}
 
     def _choice(self, index: int, answer: Answer, before: Echo) -> Json:
-        chances, finish = self._chances(answer.chances, self.offsets(before)), REASONS[answer.finish]
+        logprobs, finish = self._logprobs(answer.logprobs, self.offsets(before)), REASONS[answer.finish]
         if not self.chat:
-            told = _joined(self._echoed_chances(before), chances)
+            told = _joined(self._echoed_logprobs(before), logprobs)
             return {"index": index, "logprobs": told, "text": before.text + answer.text, "finish_reason": finish}
-        common: Json = {"index": index, "logprobs": chances}
+        common: Json = {"index": index, "logprobs": logprobs}
         message: Json = {"role": "assistant", "content": answer.text}
         if self.reads_calls:
             text, calls = found_calls(answer.text)
@@ -113,31 +113,31 @@ class Writer:
                 message, finish = {"role": "assistant", "content": text or None, "tool_calls": calls}, "tool_calls"
         return common | {"message": message, "finish_reason": finish}
 
-    def _chances(self, chances: Sequence[TokenChance], offsets: TextOffsets) -> Json | None:
-        if not chances:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob], offsets: TextOffsets) -> Json | None:
+        if not logprobs:
             return None
         if not self.chat:
             return {
-                "tokens": [self._name(each.token) for each in chances],
-                "token_logprobs": [each.logprob for each in chances],
-                "top_logprobs": [{self._name(token): p for token, p in each.top} for each in chances],
-                "text_offset": offsets.of(each.token for each in chances),
+                "tokens": [self._name(each.token) for each in logprobs],
+                "token_logprobs": [each.logprob for each in logprobs],
+                "top_logprobs": [{self._name(token): p for token, p in each.top} for each in logprobs],
+                "text_offset": offsets.of(each.token for each in logprobs),
             }
         return {
             "content": [
                 self._named(each.token, each.logprob)
                 | {"top_logprobs": [self._named(token, logprob) for token, logprob in each.top]}
-                for each in chances
+                for each in logprobs
             ]
         }
 
-    def _echoed_chances(self, before: Echo) -> Json | None:
+    def _echoed_logprobs(self, before: Echo) -> Json | None:
         """Log probabilities of an echoed prompt's tokens; the first has none."""
         if not before.tokens:
             return None
         first, offsets = before.tokens[0], TextOffsets(self.tokenizer)
         unknown: Json = {"tokens": [self._name(first)], "token_logprobs": [None], "top_logprobs": [None]}
-        return _joined(unknown | {"text_offset": offsets.of([first])}, self._chances(before.chances, offsets))
+        return _joined(unknown | {"text_offset": offsets.of([first])}, self._logprobs(before.logprobs, offsets))
 
     def _named(self, token: int, logprob: float) -> Json:
         text = self.tokenizer.decode([token])

@@ -37,9 +37,9 @@ from tightfit.serve.http.protocol import (
     as_token_lists,
     echoed,
 )
-from tightfit.serve.http.streaming import Asking, EventStream, streamed
+from tightfit.serve.http.streaming import ClientRequest, EventStream, streamed
 from tightfit.serve.http.tools import forced_grammar, offered
-from tightfit.serve.prompt_chances import prompt_chances
+from tightfit.serve.prompt_logprobs import prompt_logprobs
 from tightfit.serve.requests.request import Answer
 from tightfit.serve.requests.request import Request as EngineRequest
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
@@ -152,7 +152,7 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         sampling = body.sampling(tokenizer, longest, body.asked_logprobs(), forced_grammar(body))
         prompts = [await asyncio.to_thread(chat_tokens, body, tokenizer, longest)]
         writer = Writer(adapter or served.name, tokenizer, chat=True, reads_calls=bool(offered(body)))
-        return await _answered(served, Asking(body, prompts, sampling, writer, adapter), request)
+        return await _answered(served, ClientRequest(body, prompts, sampling, writer, adapter), request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -161,18 +161,18 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         if not 1 <= len(prompts) <= MOST_PROMPTS:
             raise UserError(f"there are {len(prompts)} prompts; give 1 to {MOST_PROMPTS}")
         body.refuse_undone()
-        asked = body.model_copy(update={"max_tokens": 1}) if body.is_silent else body
-        sampling = asked.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
+        settings = body.model_copy(update={"max_tokens": 1}) if body.is_silent else body
+        sampling = settings.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
         writer = Writer(adapter or served.name, tokenizer, chat=False)
-        asking = Asking(body, prompts, sampling, writer, adapter)
+        asked = ClientRequest(body, prompts, sampling, writer, adapter)
         if body.echo:
-            echoes = await until_gone(request.receive, _echoes(served, asking, echoed(body.prompt, tokenizer)))
+            echoes = await until_gone(request.receive, _echoes(served, asked, echoed(body.prompt, tokenizer)))
             if echoes is None:
                 return Response(status_code=CLIENT_GONE)
-            asking = replace(asking, echoes=echoes)
+            asked = replace(asked, echoes=echoes)
         if body.is_silent:
-            return JSONResponse(await _unanswered(served, asking))
-        return await _answered(served, asking, request)
+            return JSONResponse(await _unanswered(served, asked))
+        return await _answered(served, asked, request)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
@@ -181,48 +181,48 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         return JSONResponse(await until_gone(request.receive, _embedded(served, body)))
 
 
-async def _answered(served: Served, asking: Asking, request: Request) -> Response:
+async def _answered(served: Served, asked: ClientRequest, request: Request) -> Response:
     """The answers as one object, or as a stream."""
     service = served.service
-    for each in asking.requests:
+    for each in asked.requests:
         await service.check(each)
-    if asking.body.stream:
-        events = streamed(service, asking, served.limits.request_seconds)
+    if asked.body.stream:
+        events = streamed(service, asked, served.limits.request_seconds)
         # A failure before the first token can still be sent as an HTTP status.
         first = await until_gone(request.receive, _first(events))
         return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, events)
-    answers = await until_gone(request.receive, _gathered(service, asking.requests, served.limits.request_seconds))
+    answers = await until_gone(request.receive, _gathered(service, asked.requests, served.limits.request_seconds))
     if answers is None:
         return Response(status_code=CLIENT_GONE)
-    usage = Usage(sum(len(each.prompt) for each in asking.requests))
+    usage = Usage(sum(len(each.prompt) for each in asked.requests))
     usage.answer = sum(len(answer.tokens) for answer in answers)
-    usage.cached = sum(answer.cached for answer in answers[:: asking.body.n])
-    return JSONResponse(asking.writer.whole(answers, usage, asking.echo))
+    usage.cached = sum(answer.cached for answer in answers[:: asked.body.n])
+    return JSONResponse(asked.writer.whole(answers, usage, asked.echo))
 
 
-async def _echoes(served: Served, asking: Asking, texts: list[str]) -> tuple[Echo, ...]:
+async def _echoes(served: Served, asked: ClientRequest, texts: list[str]) -> tuple[Echo, ...]:
     """What answers begin with: the prompts, with their log probabilities where those are asked for."""
-    top = asking.sampling.logprobs
+    top = asked.sampling.logprobs
     if top is None:
         return tuple(map(Echo, texts))
-    if asking.adapter is not None:
-        raise UserError(f"model is {asking.adapter!r}, an adapter; echo with logprobs is of {served.name} alone")
-    for each in asking.requests:
+    if asked.adapter is not None:
+        raise UserError(f"model is {asked.adapter!r}, an adapter; echo with logprobs is of {served.name} alone")
+    for each in asked.requests:
         await served.service.check(each)
     found = []
-    for text, tokens in zip(texts, asking.prompts, strict=True):  # one at a time, so that answers under way go on
-        chances = await served.service.call(partial(prompt_chances, tokens, top))
-        found.append(Echo(text, tokens, chances))
+    for text, tokens in zip(texts, asked.prompts, strict=True):  # one at a time, so that answers under way go on
+        logprobs = await served.service.call(partial(prompt_logprobs, tokens, top))
+        found.append(Echo(text, tokens, logprobs))
     return tuple(found)
 
 
-async def _unanswered(served: Served, asking: Asking) -> dict[str, Any]:
+async def _unanswered(served: Served, asked: ClientRequest) -> dict[str, Any]:
     """The response with the echoed prompts alone, where `max_tokens` is 0."""
-    for each in asking.requests:
+    for each in asked.requests:
         await served.service.check(each)
-    answers = [Answer(finish="length") for _ in range(len(asking.prompts) * asking.body.n)]
-    usage = Usage(sum(map(len, asking.prompts)))
-    return asking.writer.whole(answers, usage, asking.echo)
+    answers = [Answer(finish="length") for _ in range(len(asked.prompts) * asked.body.n)]
+    usage = Usage(sum(map(len, asked.prompts)))
+    return asked.writer.whole(answers, usage, asked.echo)
 
 
 async def _gathered(service: Service, requests: list[EngineRequest], seconds: float) -> list[Answer]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from tightfit.errors import UserError
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.requests.grammar import FORMS, Grammar, asked_grammar
-from tightfit.serve.requests.request import MOST_ANSWERS, TokenChance
+from tightfit.serve.requests.request import MOST_ANSWERS, TokenLogprob
 from tightfit.serve.requests.sampling import LARGEST_SEED, NUMBERS, Sampling
 
 COMPLETION_TOKENS = 16
@@ -248,7 +248,7 @@ class Echo:
 
     text: str = ""
     tokens: Sequence[int] = ()
-    chances: Sequence[TokenChance] = ()
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 NO_ECHO = Echo()

@@ -1,7 +1,8 @@
 """Copies of a served model, each a server of its own on the loopback interface, behind one address (balancer.py).
 
-Each copy gets GPUs of its own, where there are any. When a copy ends, the whole server does, with an error: half a
-service that looks whole is worse. A signal stops listening, lets open answers finish, and then ends the copies.
+Each copy gets GPUs of its own, where there are any, of those that CUDA_VISIBLE_DEVICES names, if it is set. When a
+copy ends, the whole server does, with an error: half a service that looks whole is worse. A signal stops listening,
+lets open answers finish, and then ends the copies.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 
 import uvicorn
 
@@ -27,6 +29,7 @@ from tightfit.serve.http.server import PatientServer, ServerOptions, listening_c
 
 OWN = ("--replicas", "--host", "--port")
 """Options that are not passed on to a copy."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.2
 START_S = 1800.0
@@ -34,10 +37,11 @@ START_S = 1800.0
 
 def serve_replicas(arguments: Sequence[str], options: ServerOptions, *, replicas: int, cards: int, gpus: int) -> None:
     """Serve copies that are each started with `arguments`, until a signal comes or one of them ends."""
+    own_cards = cards_of_copies(replicas, cards) if gpus else None
     if gpus and replicas * cards > gpus:
         raise UserError(f"--replicas is {replicas}, each on {cards} GPUs, but there are {gpus} here; lower it")
     ports = _free_ports(replicas)
-    with _copies(without_own(arguments), ports, cards if gpus else 0) as copies:
+    with _copies(without_own(arguments), ports, own_cards) as copies:
         _wait_until_healthy(copies, ports)
         server = PatientServer(listening_config(Guards(Balancer(ports), options.limits), options))
         threading.Thread(target=_watch, args=(copies, server), daemon=True).start()
@@ -66,14 +70,35 @@ def without_own(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+def cards_of_copies(replicas: int, cards: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each copy: its share of the cards that the variable names, or of all."""
+    visible = os.environ.get(VISIBLE)
+    wanted = replicas * cards
+    named = [str(card) for card in range(wanted)] if visible is None else _named_cards(visible)
+    if len(named) < wanted:
+        raise UserError(
+            f"{VISIBLE} is {visible!r}, which names {len(named)} GPUs, but --replicas is {replicas}, each on {cards} "
+            "GPUs; name more cards or lower --replicas"
+        )
+    return [",".join(named[index * cards : (index + 1) * cards]) for index in range(replicas)]
+
+
+def _named_cards(visible: str) -> list[str]:
+    """The cards of a list as CUDA reads it: up to the first -1 or empty place."""
+    named = [each.strip() for each in visible.split(",")]
+    return list(takewhile(lambda each: each not in ("", "-1"), named))
+
+
 @contextmanager
-def _copies(arguments: Sequence[str], ports: Sequence[int], cards: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _copies(
+    arguments: Sequence[str], ports: Sequence[int], cards: Sequence[str] | None
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Copies that listen on `ports`; each sees its own of `cards`, or without GPUs what there is."""
     copies: list[subprocess.Popen[bytes]] = []
     try:
         for index, port in enumerate(ports):
             command = [sys.executable, "-m", "tightfit", *arguments, "--host", "127.0.0.1", "--port", str(port)]
-            own = ",".join(str(index * cards + card) for card in range(cards))
-            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": own} if cards else {})
+            environment = os.environ | ({} if cards is None else {VISIBLE: cards[index]})
             copies.append(
                 subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=_end_with_parent)
             )

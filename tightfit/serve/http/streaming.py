@@ -21,7 +21,7 @@ DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Asking:
+class ClientRequest:
     """A client's request, with the prompts, settings and writer made from it."""
 
     body: Generation
@@ -80,13 +80,13 @@ def event(value: Any) -> str:
     return f"data: {text}\n\n"
 
 
-async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[str, None]:
+async def streamed(service: Service, asked: ClientRequest, seconds: float) -> AsyncGenerator[str, None]:
     """The events of all answers. A failure after the first token is an event too, as the HTTP status has been sent."""
-    usage = Usage(sum(len(each.prompt) for each in asking.requests))
+    usage = Usage(sum(len(each.prompt) for each in asked.requests))
     begun = False
     try:
-        async with contextlib.aclosing(_all_outputs(service, asking, seconds)) as outputs:
-            async for text in _written(outputs, asking, usage):
+        async with contextlib.aclosing(_all_outputs(service, asked, seconds)) as outputs:
+            async for text in _written(outputs, asked, usage):
                 begun = True
                 yield text
     except (TimeoutError, EngineDiedError) as error:
@@ -95,24 +95,26 @@ async def streamed(service: Service, asking: Asking, seconds: float) -> AsyncGen
         late = isinstance(error, TimeoutError)
         told = (f"it took longer than {seconds:g} s", "timeout") if late else (str(error), "server_error")
         yield event(error_body(*told))
-    options = asking.body.stream_options
+    options = asked.body.stream_options
     if options is not None and options.include_usage:
-        yield event(asking.writer.ending(usage))
+        yield event(asked.writer.ending(usage))
     yield DONE
 
 
-async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, usage: Usage) -> AsyncIterator[str]:
-    writer = asking.writer
+async def _written(
+    outputs: AsyncIterator[tuple[int, Output]], asked: ClientRequest, usage: Usage
+) -> AsyncIterator[str]:
+    writer = asked.writer
     whole: dict[int, Answer] = {}
     begun: dict[int, TextOffsets] = {}
     async for index, output in outputs:
         usage.add(output)
         if index not in begun:
-            begun[index] = writer.offsets(asking.echo(index))
-            if writer.chat or asking.echoes:
-                yield event(writer.opening(index, asking.echo(index)))
+            begun[index] = writer.offsets(asked.echo(index))
+            if writer.chat or asked.echoes:
+                yield event(writer.opening(index, asked.echo(index)))
         if not writer.reads_calls:
-            if output.text or output.finish or output.chances:
+            if output.text or output.finish or output.logprobs:
                 yield event(writer.piece(index, output, begun[index]))
             continue
         answer = whole.setdefault(index, Answer())
@@ -122,10 +124,12 @@ async def _written(outputs: AsyncIterator[tuple[int, Output]], asking: Asking, u
                 yield event(piece)
 
 
-async def _all_outputs(service: Service, asking: Asking, seconds: float) -> AsyncGenerator[tuple[int, Output], None]:
+async def _all_outputs(
+    service: Service, asked: ClientRequest, seconds: float
+) -> AsyncGenerator[tuple[int, Output], None]:
     """Outputs of all requests as they come, with the number of the choice each belongs to."""
-    if len(asking.requests) == 1:
-        async with contextlib.aclosing(service.outputs(asking.requests[0], seconds)) as outputs:
+    if len(asked.requests) == 1:
+        async with contextlib.aclosing(service.outputs(asked.requests[0], seconds)) as outputs:
             async for output in outputs:
                 yield output.index, output
         return
@@ -137,8 +141,8 @@ async def _all_outputs(service: Service, asking: Asking, seconds: float) -> Asyn
                 queue.put_nowait((first + output.index, output))
         queue.put_nowait(None)
 
-    count = asking.body.n
-    tasks = [asyncio.create_task(pump(place * count, each)) for place, each in enumerate(asking.requests)]
+    count = asked.body.n
+    tasks = [asyncio.create_task(pump(place * count, each)) for place, each in enumerate(asked.requests)]
     try:
         left = len(tasks)
         while left:

@@ -88,12 +88,12 @@ def check_spread(spec: ModelSpec, spread: Spread, device: torch.device) -> None:
         )
 
 
-def open_meeting(ranks: int) -> Any:
+def open_store(ranks: int) -> Any:
     """The TCPStore at which the ranks of this machine meet, held by rank 0; the others need its `port`."""
     return dist.TCPStore(LOOPBACK, 0, ranks, True, timeout=TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
-def find_meeting(port: int, ranks: int) -> Any:
+def connect_store(port: int, ranks: int) -> Any:
     """The store that the first rank opened, for the other ranks."""
     return dist.TCPStore(LOOPBACK, port, ranks, False, timeout=TIMEOUT)  # type: ignore[attr-defined]
 

@@ -24,7 +24,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class TokenChance:
+class TokenLogprob:
     """A token, its log probability before any setting changes the logits, and the likeliest tokens at its place."""
 
     token: int
@@ -40,7 +40,7 @@ class Output:
     index: int
     tokens: tuple[int, ...] = ()
     text: str = ""
-    chances: tuple[TokenChance, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     cached: int = 0
     """Prompt tokens that were found in the prefix cache; reported with the first token."""
@@ -52,7 +52,7 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    chances: list[TokenChance] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     cached: int = 0
 
@@ -61,7 +61,7 @@ class Answer:
         self.tokens += output.tokens
         if output.text:
             self.text += output.text
-        if output.chances:
-            self.chances += output.chances
+        if output.logprobs:
+            self.logprobs += output.logprobs
         self.finish = output.finish
         self.cached += output.cached

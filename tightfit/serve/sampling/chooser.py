@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tightfit.serve.requests.grammar import Matcher
-from tightfit.serve.requests.request import TokenChance
+from tightfit.serve.requests.request import TokenLogprob
 from tightfit.serve.sampling.acceptance import accepted
 from tightfit.serve.sampling.random_numbers import uniform
 from tightfit.serve.sampling.sampler import adjust, draw, probabilities
@@ -15,8 +15,9 @@ from tightfit.serve.schedule.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A sequence, its state in a grammar, its guessed tokens, and the distributions that these were drawn from."""
+class SequenceRows:
+    """What the rows of logits of one sequence are for: its state in a grammar, its guessed tokens, and the
+    distributions that these were drawn from."""
 
     sequence: Sequence
     matcher: Matcher | None = None
@@ -34,10 +35,10 @@ class Chosen:
     """The next tokens of a sequence, and their log probabilities where they are asked for."""
 
     tokens: list[int]
-    chances: list[TokenChance]
+    logprobs: list[TokenLogprob]
 
 
-def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
+def choose_alone(logits: Tensor, asked: Items[SequenceRows]) -> list[Chosen]:
     """`choose` for each sequence by itself: sums over a row run in one order whatever the others ask for."""
     starts = _starts(asked)
     return [
@@ -46,17 +47,17 @@ def choose_alone(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
 
 
 @torch.inference_mode()
-def choose(logits: Tensor, asked: Items[Asked]) -> list[Chosen]:
+def choose(logits: Tensor, asked: Items[SequenceRows]) -> list[Chosen]:
     """The next tokens of each sequence, given the logits [rows of all, V], which are changed in place."""
     raw = [_raw_row(logits, each, start) for each, start in zip(asked, _starts(asked), strict=True)]
     for each, start in zip(asked, _starts(asked), strict=True):
         if each.sequence.sampling.needs_host:
             adjust(logits[start], each.sequence, each.matcher.allowed() if each.matcher else None)
     tokens = _tokens(logits, asked)
-    return [Chosen(own, _chances(own, row, each)) for own, row, each in zip(tokens, raw, asked, strict=True)]
+    return [Chosen(own, _logprobs(own, row, each)) for own, row, each in zip(tokens, raw, asked, strict=True)]
 
 
-def _tokens(logits: Tensor, asked: Items[Asked]) -> list[list[int]]:
+def _tokens(logits: Tensor, asked: Items[SequenceRows]) -> list[list[int]]:
     if all(each.rows == 1 and each.sequence.sampling.is_greedy for each in asked):
         return [[token] for token in logits.argmax(-1).tolist()]
     settings = [each.sequence.sampling for each in asked for _ in range(each.rows)]
@@ -79,7 +80,7 @@ def _number(sequence: Sequence) -> float:
     return uniform(sequence.sampling.seed, sequence.index, sequence.length)
 
 
-def _starts(asked: Items[Asked]) -> list[int]:
+def _starts(asked: Items[SequenceRows]) -> list[int]:
     starts, start = [], 0
     for each in asked:
         starts.append(start)
@@ -87,20 +88,20 @@ def _starts(asked: Items[Asked]) -> list[int]:
     return starts
 
 
-def _raw_row(logits: Tensor, each: Asked, start: int) -> Tensor | None:
+def _raw_row(logits: Tensor, each: SequenceRows, start: int) -> Tensor | None:
     """Log probabilities of the model alone, [rows, V], before anything changes them."""
     if each.sequence.sampling.logprobs is None:
         return None
     return logits[start : start + each.rows].float().log_softmax(-1)
 
 
-def _chances(tokens: list[int], raw: Tensor | None, each: Asked) -> list[TokenChance]:
+def _logprobs(tokens: list[int], raw: Tensor | None, each: SequenceRows) -> list[TokenLogprob]:
     wanted = each.sequence.sampling.logprobs
     if raw is None or wanted is None:
         return []
-    chances = []
+    logprobs = []
     for token, row in zip(tokens, raw, strict=False):
         best = row.topk(wanted) if wanted else None
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()
-        chances.append(TokenChance(token, row[token].item(), tuple(pairs)))
-    return chances
+        logprobs.append(TokenLogprob(token, row[token].item(), tuple(pairs)))
+    return logprobs

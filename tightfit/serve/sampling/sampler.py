@@ -173,9 +173,9 @@ def adjust(logits: Tensor, sequence: Sequence, allowed: Tensor | None) -> None:
         index = torch.tensor(sorted(sequence.seen), device=logits.device)
         seen, penalty = logits[index], sampling.repetition_penalty
         logits[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.said:
-        index = torch.tensor(list(sequence.said), device=logits.device)
-        counts = torch.tensor(list(sequence.said.values()), device=logits.device, dtype=logits.dtype)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sequence.answer_counts:
+        index = torch.tensor(list(sequence.answer_counts), device=logits.device)
+        counts = torch.tensor(list(sequence.answer_counts.values()), device=logits.device, dtype=logits.dtype)
         logits[index] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias

@@ -123,14 +123,14 @@ class Scheduler:
             budget -= chunks[-1].count
         return [chunk for chunk in chunks if chunk.sequence not in self._preempted] if self._preempted else chunks
 
-    def launched(self, chunks: Iterable[Chunk]) -> None:
+    def mark_launched(self, chunks: Iterable[Chunk]) -> None:
         """Count what a launched step of `chunks` will store as stored, and the tokens it will choose as pending."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.stored = chunk.start + chunk.count
             sequence.pending += chunk.chooses
 
-    def settle(self, sequence: Sequence) -> None:
+    def cache_full_blocks(self, sequence: Sequence) -> None:
         """Put blocks of a sequence that have become full of known tokens into the prefix cache."""
         if not self.limits.prefix_cache or sequence.state != "running":
             return

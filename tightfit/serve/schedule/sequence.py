@@ -76,7 +76,7 @@ class Sequence:
         return self.priority, self.arrival, self.index
 
     @cached_property
-    def said(self) -> Counter[int]:
+    def answer_counts(self) -> Counter[int]:
         """How often each token is in the answer; `append` keeps it."""
         return Counter(self.answer)
 
@@ -88,7 +88,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """Add the next token of the answer."""
         if self.sampling.has_penalties:
-            self.said[token] += 1
+            self.answer_counts[token] += 1
             self.seen.add(token)
         self.tokens.append(token)
 

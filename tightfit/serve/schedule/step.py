@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Step:
-    """The N tokens of a step; the first `singles` are single tokens of as many sequences (decoding)."""
+    """The N tokens of a step; the first `decode_tokens` are single tokens of as many sequences: decoding."""
 
     tokens: Tensor
     """[1, N]"""
@@ -43,11 +43,11 @@ class Step:
     """[1, N]"""
     slots: Tensor
     """Where each token's keys and values go: block · block size + place in it, [N]."""
-    singles: int
+    decode_tokens: int
     tables: Tensor
-    """Block numbers of the first `singles` sequences, [singles, most blocks], padded with 0."""
+    """Block numbers of the first `decode_tokens` sequences, [decode_tokens, most blocks], padded with 0."""
     lengths: Tensor
-    """How many positions each of them sees, [singles]."""
+    """How many positions each of them sees, [decode_tokens]."""
     longest: int = 0
     """The largest of `lengths`."""
     pieces: list[Piece] = field(default_factory=list)
@@ -88,8 +88,8 @@ class Step:
     @cached_property
     def runs(self) -> list[tuple[Tensor, list[int]]]:
         """With `row_by_row`: for each run of tokens of one sequence its blocks [1, n], and how many keys each sees."""
-        tables, counts = torch.unique_consecutive(self.tables[: self.singles], dim=0, return_counts=True)
-        lengths = self.lengths[: self.singles].split(counts.tolist())
+        tables, counts = torch.unique_consecutive(self.tables[: self.decode_tokens], dim=0, return_counts=True)
+        lengths = self.lengths[: self.decode_tokens].split(counts.tolist())
         return [(table[None], own.tolist()) for table, own in zip(tables, lengths, strict=True)]
 
     @cached_property
@@ -118,13 +118,13 @@ class Step:
         return {}
 
     def single_mask(self, window: int | None) -> Tensor | None:
-        """Which positions of its padded blocks each single token sees, [singles, 1, 1, keys]; None for all."""
+        """Which positions of its padded blocks each single token sees, [decode_tokens, 1, 1, keys]; None for all."""
         if window not in self._masks:
             position = torch.arange(self.longest, device=self.tokens.device)
             seen = position < self.lengths[:, None]
             if window is not None:
                 seen &= position >= self.lengths[:, None] - window
-            needed = self.singles > 1 or (window is not None and window < self.longest)
+            needed = self.decode_tokens > 1 or (window is not None and window < self.longest)
             self._masks[window] = seen[:, None, None] if needed else None
         return self._masks[window]
 
@@ -186,7 +186,7 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         tokens=to_device([tokens], device),
         positions=to_device(np.concatenate(positions)[None], device),
         slots=to_device(np.concatenate(slots), device),
-        singles=len(singles),
+        decode_tokens=len(singles),
         tables=_padded([chunk.sequence.blocks for chunk in singles], device),
         lengths=to_device(lengths, device, torch.int32),
         longest=max(lengths, default=0),

@@ -17,7 +17,7 @@ import torch
 from tightfit.hardware.timing import seconds_each
 from tightfit.serve.forward.runner import Runner
 from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.sampling.chooser import Asked, choose
+from tightfit.serve.sampling.chooser import SequenceRows, choose
 from tightfit.serve.schedule.block_pool import BlockPool
 from tightfit.serve.schedule.scheduler import Chunk
 from tightfit.serve.schedule.sequence import Sequence
@@ -55,7 +55,7 @@ def _step(runner: Runner, proposer: Proposer | None, sequence: Sequence, guesses
     drawn = proposer.propose([chunk]) if proposer is not None else {}
     chunk.proposal = (chunk.proposal + [0] * guesses)[:guesses]  # a lookup may have found fewer
     logits = runner.logits(make_step([chunk], block_size, runner.device))
-    choose(logits, [Asked(sequence, None, tuple(chunk.proposal), drawn.get(sequence))])
+    choose(logits, [SequenceRows(sequence, None, tuple(chunk.proposal), drawn.get(sequence))])
 
 
 def _median_seconds(run: Callable[[], None]) -> float:

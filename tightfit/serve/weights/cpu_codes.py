@@ -15,7 +15,7 @@ FEWEST = 2**20
 """Elements in all such layers from which on dequantizing them once is worth it."""
 
 
-def hold_for_cpu(model: Decoder) -> None:
+def pack_for_cpu(model: Decoder) -> None:
     """Prepare 4-bit layers to multiply few tokens by their packed codes: of layers with one input, which are joined,
     all or none."""
     for parent in model.modules():
@@ -24,9 +24,9 @@ def hold_for_cpu(model: Decoder) -> None:
         own = [layer for child in parent.children() if isinstance(layer := base_of(child), QuantizedLinear)]
         for inputs in {layer.in_features for layer in own}:
             alike = [layer for layer in own if layer.in_features == inputs]
-            if all(layer.can_be_held_for_cpu for layer in alike):
+            if all(layer.can_be_packed_for_cpu for layer in alike):
                 for layer in alike:
-                    layer.hold_for_cpu()
+                    layer.pack_for_cpu()
 
 
 def expand_for_cpu(model: Decoder, room_bytes: int) -> bool:

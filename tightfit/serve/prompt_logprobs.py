@@ -11,13 +11,13 @@ from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import softcapped
 from tightfit.models.embedding import last_states
 from tightfit.serve.engine import Engine
-from tightfit.serve.requests.request import TokenChance
+from tightfit.serve.requests.request import TokenLogprob
 
 ROWS = 64
 
 
 @torch.inference_mode()
-def prompt_chances(tokens: Sequence[int], top: int, engine: Engine) -> list[TokenChance]:
+def prompt_logprobs(tokens: Sequence[int], top: int, engine: Engine) -> list[TokenLogprob]:
     """The log probability of each token after the first, with the `top` likeliest tokens at its position."""
     if engine.spread:
         raise UserError(
@@ -30,5 +30,5 @@ def prompt_chances(tokens: Sequence[int], top: int, engine: Engine) -> list[Toke
         values, likeliest = logprobs.topk(top)
         own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         for token, logprob, ids, row in zip(chosen.tolist(), own, likeliest.tolist(), values.tolist(), strict=True):
-            found.append(TokenChance(token, logprob, tuple(zip(ids, row, strict=True))))
+            found.append(TokenLogprob(token, logprob, tuple(zip(ids, row, strict=True))))
     return found
