@@ -99,7 +99,7 @@ def assemble(
         model,
         beside=round_weights(model, quantize),
         device=device,
-        keep_gradient_memory=layout.reducing > 1 and layout.pipeline == 1,
+        keep_gradient_memory=layout.gradient_ranks > 1 and layout.pipeline == 1,
         counted_elsewhere=counted_elsewhere(model),
         in_no_bucket=frozenset(expert_parameters(model)),
     )

@@ -55,7 +55,7 @@ class Gradients:
         """Bytes that each weight of a finished layer adds; 0 where its gradient existed before backward."""
         if not self.earlier_bytes and (is_limited or not levers.update_in_backward):
             self.bytes_per_done_weight = states.reduced_gradient_bytes if weights.sums_whole else shard_bytes
-            if layout.zero and layout.copies > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
+            if layout.zero and layout.zero_groups > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
                 # Hybrid sharding: the wide shard that was all-reduced over copies stays beside the narrow one.
                 self.bytes_per_done_weight += states.reduced_gradient_bytes * states.owned / stage.weights
         if has_buckets(layout) and summed_micro_batches == 1:  # split experts are in no bucket, so theirs are new
@@ -112,7 +112,7 @@ class Gradients:
 
 def has_buckets(layout: Layout) -> bool:
     """Whether DDP keeps gradients in buckets between steps; pipelines (parallel/pipeline.py) do not use DDP."""
-    return layout.zero == 0 and layout.reducing > 1 and layout.pipeline == 1
+    return layout.zero == 0 and layout.gradient_ranks > 1 and layout.pipeline == 1
 
 
 def _unbucketed_experts(layout: Layout, stage: StageMemory) -> int:
