@@ -132,11 +132,11 @@ def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) 
     )
 
 
-def tell_lost(rows: PackedRows | Mixture, say: Say) -> None:
+def warn_of_lost_answers(rows: PackedRows | Mixture, say: Say) -> None:
     """Warn of conversations that do not fit into rows; refuse the data where more than MOST_LOST is lost."""
     if isinstance(rows, Mixture):
         for part in rows.parts:
-            tell_lost(part, say)
+            warn_of_lost_answers(part, say)
         return
     if not isinstance(rows, PackedChats) or not rows.truncated + rows.dropped:
         return

@@ -16,7 +16,7 @@ import math
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, deferred_bytes, whole_that_fit
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, count_that_fit, deferred_bytes
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.stage import LayerVisit, StageMemory
 from tightfit.memory.formulas.states import States
@@ -151,7 +151,7 @@ def _deferred_weights(levers: Levers, stage: StageMemory, states: States) -> int
     share = states.owned / stage.weights
     matrices = stage.last_layer_matrices[::-1] * (stage.span.last - stage.span.first)
     sizes_bytes = (states.updated_bytes * share * matrix for matrix in matrices)
-    count = whole_that_fit(sizes_bytes, deferred_bytes(levers.offload_gradient_bytes))
+    count = count_that_fit(sizes_bytes, deferred_bytes(levers.offload_gradient_bytes))
     return math.ceil(stage.layer_weights * sum(matrices[:count]) / sum(matrices))
 
 

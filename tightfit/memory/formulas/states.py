@@ -20,9 +20,9 @@ from tightfit.levers.policy.offload import (
     PIECE_ELEMENTS,
     STATE_SLOTS,
     WEIGHT_SLOTS,
+    count_that_fit,
     offloads_states,
     offloads_weights,
-    whole_that_fit,
 )
 from tightfit.memory.formulas.local_shape import ceil
 from tightfit.memory.formulas.params import Params
@@ -117,5 +117,5 @@ def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int,
     matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.zero_ranks if layout.zero else 1)
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
-    whole = whole_that_fit([matrix] * matrices, room)
+    whole = count_that_fit([matrix] * matrices, room)
     return min(count, whole * matrix if whole < matrices else room)

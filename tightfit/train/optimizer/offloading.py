@@ -56,7 +56,7 @@ class Offloading:
         self.stream: WeightStream | None = None
 
     @classmethod
-    def asked_for(
+    def of_levers(
         cls,
         named: Named,
         levers: Levers,
