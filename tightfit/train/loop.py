@@ -279,10 +279,7 @@ class _Run:
             with self._explained():
                 return buffered.take(micro_batches, p.device, lr, self._in_phase, self.ranks)
         self._flush()
-        with (
-            self._explained(),
-            recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files),
-        ):
+        with self._explained(), recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files):
             return train_step(
                 p.module,
                 p.optimizer,
@@ -461,8 +458,7 @@ class _Run:
             return None
         memory_bytes = torch.cuda.get_device_properties(p.device).total_memory
         peak = peak_flops(device_name(p.device), memory_bytes, p.precision)
-        frozen = self.job.adapter.rank is not None
-        flops = token_flops(p.model.spec, self.job.data.sequence_length, frozen=frozen)
+        flops = token_flops(p.model.spec, self.job.data.sequence_length, frozen=self.job.adapter.rank is not None)
         spent = self.pace.tokens_per_second * flops
         return None if peak is None else spent / (peak * self.ranks.processes)
 
