@@ -112,9 +112,8 @@ class MasterAdamW:
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
         self.counted_elsewhere, self.has_stepped = counted_elsewhere, False
         self.extra_parameters = dict(extra_parameters or {})
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad] + list(
-            self.extra_parameters.items()
-        )
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named += self.extra_parameters.items()
         self._not_replicated = {id(p) for name, p in named if name in not_replicated}
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.splits = splits_of(model)
