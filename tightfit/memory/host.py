@@ -27,7 +27,7 @@ SMALL_BYTES = 2**20
 
 
 class Watcher(Protocol):
-    """Called with each tensor that `host_empty` or `claimed` names."""
+    """Called with each tensor of `host_empty`, `claimed` and `mark_on_host`."""
 
     def __call__(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
         """Record that `tensor` belongs to `component` (None: unchanged) and, if `host`, is in host memory."""

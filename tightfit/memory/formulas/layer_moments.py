@@ -1,7 +1,8 @@
 """Moments of an untiled layer: bytes alive beside the saved tensors in forward, in recomputation and in backward.
 
-Moments of backward are in its order: the MLP's, then attention's. A moment has the bytes of activations' gradients, and
-the number of the layer's weights that have a gradient by then; gradients.py turns that number into bytes.
+Moments of backward are in its order: the MLP's, then attention's. A moment has the bytes of activations' gradients and
+other temporaries, and the number of the layer's weights that have a gradient by then; gradients.py turns that number
+into bytes.
 """
 
 from dataclasses import dataclass
