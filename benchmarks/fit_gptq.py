@@ -19,7 +19,7 @@ import torch
 from benchmarks.compress_bench import Windows
 from benchmarks.fit_quality import add_arguments, measure, read_rows
 from benchmarks.rows import append_row
-from tightfit.compress.bit_choice import BitChoice, group_of, least_bytes, plain_bytes, recipe_for, units
+from tightfit.compress.bit_choice import BitChoice, group_of, plain_bytes, recipe_for, uniform_bytes, units
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.fitting import best_mix
 from tightfit.compress.matrices import matrices
@@ -36,7 +36,7 @@ UNIFORM = ((4, 1), (3, 2), (5, 1), (4, 2), (3, 1))
 
 def uniform(spec: ModelSpec, bits: int, group: int) -> BitChoice:
     """One width for all."""
-    return BitChoice(dict.fromkeys(units(spec), bits), least_bytes(spec, bits, group), float("nan"))
+    return BitChoice(dict.fromkeys(units(spec), bits), uniform_bytes(spec, bits, group), float("nan"))
 
 
 def done_already(path: Path) -> set[str]:

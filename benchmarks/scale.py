@@ -186,7 +186,7 @@ def token_flops(workload: Workload) -> float:
 def row_of(one: Chosen) -> dict[str, Any]:
     """The numbers of a layout, with what was published about it."""
     case, gpus = CASES[one.case], one.machine.ranks
-    time = Costs(one.workload, one.machine).of(one.layout).step(one.levers)
+    time = Costs(one.workload, one.machine).layout_cost(one.layout).step(one.levers)
     speed = one.workload.tokens / time.step_s / gpus
     peak = one.machine.accelerator.rates.bf16 or 0.0
     ledger = training_ledger(one.workload, one.layout, one.levers)

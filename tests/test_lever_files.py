@@ -37,7 +37,7 @@ QUESTIONS = {
         "is_tiled",
         "tile_seconds",
     ),
-    "levers.offload": ("offloads_states", "offloads_weights", "filled_on", "host_states"),
+    "levers.offload": ("offloads_states", "offloads_weights", "fill_device", "host_states"),
     "layout.context": (
         "layout.local_length",
         "layout.whole_length",

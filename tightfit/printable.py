@@ -5,6 +5,10 @@ of file contents, file names, model output or errors therefore passes through he
 break and tab, DEL, C1) and lone surrogates, which no terminal can print, become their Python spelling, such as `\\x1b`.
 """
 
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+"""Shows the user a line of text."""
 _CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 _SPELLED = {code: f"\\x{code:02x}" for code in _CONTROLS if chr(code) not in "\n\t"}
 _IN_JSON = {code: f"\\u{code:04x}" for code in (0x7F, *range(0x80, 0xA0))}

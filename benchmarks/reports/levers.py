@@ -179,7 +179,7 @@ def predicted_rows() -> tuple[Sequence[str], Sequence[Sequence[str]]]:
 
     model, length, machine = QUESTION
     workload, layout = Workload(spec=preset(model), sequence_length=length, global_batch=1), Layout(micro_batch=1)
-    frame, rows = Costs(workload, parse_machine(machine)).of(layout), []
+    frame, rows = Costs(workload, parse_machine(machine)).layout_cost(layout), []
     plain_s = frame.step(Levers()).step_s
     for text in LEVERS:
         levers = Levers(**parse_pins([f"levers.{each}" for each in text.split()]).levers)

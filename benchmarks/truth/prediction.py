@@ -76,7 +76,7 @@ def step_seconds(case: Case, machine: str = "H200", host_layer_ms: float | None 
 
 def is_captured(case: Case, machine: str = "H200") -> bool:
     """Whether its steps are launched as a CUDA graph."""
-    return Costs(case.workload, parse_machine(machine)).of(case.layout).is_captured(case.levers)
+    return Costs(case.workload, parse_machine(machine)).layout_cost(case.layout).is_captured(case.levers)
 
 
 def formulas(case: Case) -> Ledger:

@@ -33,7 +33,7 @@ def test_rows_are_what_the_planner_says(row: Mapping[str, str]) -> None:
     workload = make_workload(spec, machine, sequence_length=length, rows=batch, precision="bf16")
     layout, levers = Layout.model_validate_json(row["layout_json"]), Levers.model_validate_json(row["levers_json"])
     assert layout.ranks == machine.ranks == int(row["gpus"])
-    seconds = Costs(workload, machine).of(layout).step(levers).step_s
+    seconds = Costs(workload, machine).layout_cost(layout).step(levers).step_s
     assert float(row["step_s"]) == pytest.approx(seconds, rel=0.05), ADVICE
     gib = training_ledger(workload, layout, levers).peak_bytes() / 2**30
     assert float(row["peak_gib"]) == pytest.approx(gib, rel=0.05), ADVICE

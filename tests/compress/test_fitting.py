@@ -20,10 +20,10 @@ from tightfit.compress.bit_choice import (
     Option,
     choose_bits,
     group_of,
-    least_bytes,
     options_of,
     plain_bytes,
     recipe_for,
+    uniform_bytes,
     unit_bytes,
     units,
 )
@@ -152,7 +152,7 @@ def test_no_budget_is_overrun_and_no_one_width_is_better(untied: Path) -> None:
     model, chance, rows = untied_model(), Random(0), drawn_rows(4, 32)
     group, parts = group_of(UNTIED), ModelParts(str(untied), torch.device("cpu"))
     found, reference = measure_sensitivities(parts, rows, group, widths=LEAST_WIDTHS), predictions(model, rows)
-    least, most = least_bytes(UNTIED, 2, group), least_bytes(UNTIED, 8, group)
+    least, most = uniform_bytes(UNTIED, 2, group), uniform_bytes(UNTIED, 8, group)
     for budget in (least, *(chance.randint(least, most) for _ in range(12)), most):
         chosen = best_mix(parts, rows, found, group, budget)
         assert chosen.bytes <= budget
@@ -162,7 +162,7 @@ def test_no_budget_is_overrun_and_no_one_width_is_better(untied: Path) -> None:
         with rounded_to(model, chosen.bits, group):
             assert chosen.loss == pytest.approx(divergence(model, rows, reference), rel=1e-3)
         for bits in LEAST_WIDTHS:
-            if least_bytes(UNTIED, bits, group) <= budget:
+            if uniform_bytes(UNTIED, bits, group) <= budget:
                 assert chosen.loss <= found.uniform[bits]
 
 
@@ -173,7 +173,7 @@ def test_estimates_that_mislead_do_not_decide(method: str, untied: Path) -> None
     found = measure_sensitivities(parts, rows, group, widths=(3, 4, 8))
     worst = max(found.losses, key=lambda unit: found.losses[unit][3])
     wrong = {unit: dict.fromkeys((3, 4, 8), 0.0) if unit == worst else each for unit, each in found.losses.items()}
-    budget = least_bytes(UNTIED, 4, group)
+    budget = uniform_bytes(UNTIED, 4, group)
     assert choose_bits(UNTIED, options_of(UNTIED, wrong, group), budget).bits[worst] == 3
     misled = best_mix(parts, rows, replace(found, losses=wrong), group, budget, method)
     assert misled.bits == dict.fromkeys(units(UNTIED), 4)
@@ -189,11 +189,11 @@ def test_random_options_and_budgets() -> None:
         falls = {unit: sorted((chance.random() for _ in LEAST_WIDTHS), reverse=True) for unit in units(one)}
         losses = {unit: dict(zip(LEAST_WIDTHS, (worst[unit] * f for f in falls[unit]), strict=True)) for unit in worst}
         options = options_of(one, losses, group)
-        budget = chance.randint(least_bytes(one, 2, group), 2 * one.params())
+        budget = chance.randint(uniform_bytes(one, 2, group), 2 * one.params())
         chosen = choose_bits(one, options, budget)
         assert chosen.bytes <= budget
         for bits in LEAST_WIDTHS:
-            if least_bytes(one, bits, group) <= budget:
+            if uniform_bytes(one, bits, group) <= budget:
                 assert chosen.loss <= sum(each[bits] for each in losses.values()) + 1e-12
 
 
@@ -209,7 +209,7 @@ def fitted(untied: Path, text: Path, token_cache: Path, tmp_path: Path) -> tuple
         length=64,
         cache=token_cache,
     )
-    wanted = (least_bytes(UNTIED, 4, 64) + least_bytes(UNTIED, 5, 64)) // 2
+    wanted = (uniform_bytes(UNTIED, 4, 64) + uniform_bytes(UNTIED, 5, 64)) // 2
     machine = sized(fit_ledger(UNTIED, wanted, 100).peak_bytes())
     return job, fit_bits(job, machine, 100, "gptq")
 

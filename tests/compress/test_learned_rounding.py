@@ -33,7 +33,7 @@ def test_it_begins_with_the_codes_of_gptq(symmetric: bool, group: int) -> None:
     assert torch.equal(made.codes, coded.codes)
     torch.testing.assert_close(made.scale, coded.scale)
     wanted = weight / coded.scale.repeat_interleave(64 // coded.scale.shape[1], dim=1)
-    kept = begun.place.detach() == wanted
+    kept = begun.unrounded.detach() == wanted
     assert 0.2 < kept.float().mean() < 1  # weights that GPTQ rounded to their nearest code stay where they were
     assert bool(((wanted - wanted.round()).abs()[kept] <= EDGE).all())
 
@@ -42,10 +42,10 @@ def test_gradients_pass_the_rounding() -> None:
     """Against the same formula written out with a detached difference."""
     coded, weight = coded_by_gptq(Scheme(bits=4, group=16, symmetric=False))
     begun, toward = LearnedMatrix.of(coded, weight), torch.randn(24, 64)
-    found = torch.autograd.grad((begun.rounded() * toward).sum(), [begun.place, begun.factor])
-    straight = begun.place + (begun.place.round() - begun.place).detach()
+    found = torch.autograd.grad((begun.rounded() * toward).sum(), [begun.unrounded, begun.factor])
+    straight = begun.unrounded + (begun.unrounded.round() - begun.unrounded).detach()
     scale = (coded.scale * begun.factor).repeat_interleave(16, dim=1)
-    wanted = torch.autograd.grad((straight * scale * toward).sum(), [begun.place, begun.factor])
+    wanted = torch.autograd.grad((straight * scale * toward).sum(), [begun.unrounded, begun.factor])
     torch.testing.assert_close(found, wanted)
 
 

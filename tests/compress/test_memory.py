@@ -11,7 +11,7 @@ import torch
 
 from tests.compress.conftest import SPEC, random_model
 from tests.covering import sampled, thorough
-from tightfit.compress.bit_choice import group_of, least_bytes
+from tightfit.compress.bit_choice import group_of, uniform_bytes
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.factoring import FactoringJob, factorise
@@ -212,7 +212,7 @@ def test_measuring_holds_one_layer(
     group = group_of(spec)
     with Tracer() as tracer, files_aside(tracer, monkeypatch):
         found = measure_sensitivities(parts, tokens, group, widths=(3, 4))
-        best_mix(parts, tokens, found, group, least_bytes(spec, 4, group))
+        best_mix(parts, tokens, found, group, uniform_bytes(spec, 4, group))
     alive_bytes = tracer.trace.replay().peak_allocated_bytes
     ledger = measuring_ledger(spec, rows, length, 2)
     assert ledger.fullest() == (phase, 0)

@@ -133,7 +133,7 @@ def test_other_weights_in_the_same_place_are_not_mixed_in(
         run(model, tmp_path / "small", recipe, text, token_cache)
 
 
-def interrupted(self: WorkingDirectory, beside: object) -> None:
+def interrupted(self: WorkingDirectory, write_extras: object) -> None:
     raise KeyboardInterrupt
 
 

@@ -106,7 +106,7 @@ def test_rings_train_as_one_process(group: Make, name: str) -> None:
 def test_miniatures_have_heads_for_all_ranks(group: Make, layout: Layout) -> None:
     """As `tightfit check` makes them of models that are too large."""
     small = miniature(CheckTarget(preset("gemma-2-9b"), layout, passes=2))
-    assert small.spec.heads % (layout.exchanging * layout.tensor) == 0
+    assert small.spec.heads % (layout.ulysses_ranks * layout.tensor) == 0
     assert_same(group, small)
 
 

@@ -73,7 +73,7 @@ def formula(spec: ModelSpec, layout: Layout, *, again: bool) -> dict[tuple[str, 
 
     What is sent in a recomputed layer's forward is sent once more.
     """
-    tokens, u, r = ROWS * LENGTH // layout.context, layout.exchanging, layout.ring
+    tokens, u, r = ROWS * LENGTH // layout.context, layout.ulysses_ranks, layout.ring
     query, keys = spec.heads * spec.head_dim, 2 * max(spec.kv_heads, u) * spec.head_dim
     forwards = 2 if again else 1
     exchanged = (forwards + 1) * spec.layers * tokens * (2 * query + keys) if u > 1 else 0

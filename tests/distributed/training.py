@@ -148,7 +148,7 @@ def mesh_of(layout: Layout) -> DeviceMesh:
     Made once: each of gloo's groups has a thread that wakes a hundred times a second for as long as the process lives.
     """
     degrees = {name: getattr(layout, name) for name in ("pipeline", "data", "context", "ring", "tensor", "expert")}
-    inside = {"zero": 1, "shard_inside": layout.shard_inside} if layout.copies > 1 else {}
+    inside = {"zero": 1, "shard_inside": layout.shard_inside} if layout.zero_groups > 1 else {}
     return _mesh(**degrees, **inside)
 
 

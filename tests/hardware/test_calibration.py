@@ -103,7 +103,7 @@ def test_a_machine_without_a_gpu_is_its_cpu_once_measured(
     assert 0.05 < found.plan.step_seconds < 0.5
     assert not {line.component for line in found.plan.ledger.lines} & {"cuda context", "workspace"}
     assert found.plan.gpu_peak_bytes == found.plan.ledger.peak_bytes()
-    print_answer(found, as_json=False, extra={}, said=[])
+    print_answer(found, as_json=False, extra={}, lines=[])
     told = capsys.readouterr().out
     assert "the CPU, micro-batch" in told
     assert "GPU" not in told

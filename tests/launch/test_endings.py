@@ -21,15 +21,18 @@ CASES: dict[str, tuple[list[Ending], int]] = {
         2,
     ),
     "a fault of its own": ([Ending(0, 1, failure=LOST, at=1), Ending(1, -signal.SIGSEGV)], 1),
-    "what we kill is no cause": ([Ending(0, -9, was_killed_here=True), Ending(1, 1, failure="KeyError: 3", at=5)], 1),
+    "what we kill is no cause": (
+        [Ending(0, -9, killed_by_launcher=True), Ending(1, 1, failure="KeyError: 3", at=5)],
+        1,
+    ),
     "the first error": ([Ending(0, 1, failure=LOST, at=2.0), Ending(1, 1, failure="KeyError: 3", at=1.9)], 1),
     "a refusal, though others failed before it was seen": (
         [Ending(0, 1, failure=LOST, at=1.1), Ending(1, 2, refusal="lower the rate", at=1.0)],
         1,
     ),
     "out of memory": ([Ending(0, 1, failure=LOST, at=1.1), Ending(1, 3)], 1),
-    "stopped": ([Ending(0, 1, failure=LOST, at=1), Ending(1, -9, was_killed_here=True, stopped_s=20)], 1),
-    "silent while others gave up": ([Ending(0, 1, failure=LATE, at=1), Ending(1, -9, was_killed_here=True)], 1),
+    "stopped": ([Ending(0, 1, failure=LOST, at=1), Ending(1, -9, killed_by_launcher=True, stopped_s=20)], 1),
+    "silent while others gave up": ([Ending(0, 1, failure=LATE, at=1), Ending(1, -9, killed_by_launcher=True)], 1),
     "asked to stop by somebody else": ([Ending(0, 0), Ending(1, -signal.SIGTERM)], 1),
     "an exit code of its own": ([Ending(0, -signal.SIGTERM), Ending(1, 7)], 1),
 }
@@ -48,13 +51,13 @@ def test_a_rank_keeps_how_it_failed(tmp_path: Path, capfd: pytest.CaptureFixture
         return read_ending(tmp_path, rank, int(str(stopped_with.value.code)))
 
     refused, failed = fail(0, UserError("lower the rate")), fail(1, ZeroDivisionError("oops"))
-    assert (refused.exit_code, refused.is_user_s, sentence(refused, "")) == (2, True, "lower the rate")
+    assert (refused.exit_code, refused.would_repeat, sentence(refused, "")) == (2, True, "lower the rate")
     assert failed.exit_code == 1
-    assert not failed.is_user_s
+    assert not failed.would_repeat
     assert "ZeroDivisionError: oops (traceback above)" in sentence(failed, "nothing is saved")
     assert cause([failed, refused]) == refused
     assert fail(2, KeyboardInterrupt()).exit_code == 130
-    assert fail(3, SystemExit(3)).is_user_s
+    assert fail(3, SystemExit(3)).would_repeat
     assert capfd.readouterr() == ("", "")
 
 

@@ -112,7 +112,7 @@ def test_zero_stages_send_what_the_table_of_data_parallelism_says() -> None:
     frames = {}
     for zero in (0, 1, 2, 3):
         asked = question("llama-3.1-8b", "8xV100-32GB", 16, 32, precision="fp16")
-        frames[zero] = Costs(asked.workload, asked.machine).of(Layout(data=8, zero=zero, micro_batch=1))
+        frames[zero] = Costs(asked.workload, asked.machine).layout_cost(Layout(data=8, zero=zero, micro_batch=1))
     sync = frames[3].data
     assert sync.reduce_s == pytest.approx(2 * sync.gather_s, rel=0.05)  # float32 against 16 bits
     assert sync.all_reduce_s == pytest.approx(2 * sync.gather_s, rel=0.05)
@@ -183,7 +183,7 @@ def test_the_host_updates_at_its_own_speed() -> None:
 def test_levels_of_keeping_cost_what_they_compute_again() -> None:
     """Between everything again and nothing again, in the order of what is kept; a budget buys time with bytes."""
     asked = question("llama-3.1-8b", "H200", 8192, 1)
-    frame = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
+    frame = Costs(asked.workload, asked.machine).layout_cost(Layout(micro_batch=1))
     kept = [Levers(checkpoint_every=1, checkpoint_keep=keep) for keep in ("nothing", "attention", "matmuls")]
     times = [frame.step(each).recompute_s for each in (*kept, Levers())]
     assert times[0] > times[1] > times[2] > times[3] == 0.0
@@ -217,7 +217,7 @@ def test_collectives_are_those_of_the_busiest_stage(stages: int, split: bool) ->
     """Both ways, counted stage by stage: four a layer (all-reduces) or eight, of the embedding and of the loss too."""
     asked = question("llama-3.1-405b", f"{stages}x2xH100-80GB", 8192, 64)
     layout = Layout(tensor=2, pipeline=stages, sequence_parallel=split, micro_batch=1)
-    frame = Costs(asked.workload, asked.machine).of(layout)
+    frame = Costs(asked.workload, asked.machine).layout_cost(layout)
     group = frame.costs.group(1, 2)
     whole_bytes = 8192 * 16384 * 2
     each_s = group.all_gather_s(whole_bytes) if split else group.all_reduce_s(whole_bytes)

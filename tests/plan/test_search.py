@@ -9,7 +9,7 @@ from tests.plan.questions import planned, question
 from tests.speed import within_turns
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.lever_table import computes_again
+from tightfit.jobs.lever_table import recomputes
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.jobs.teacher import Teacher
@@ -19,7 +19,7 @@ from tightfit.plan.answer import Question
 from tightfit.plan.cost import Costs
 from tightfit.plan.search.candidate import Candidate
 from tightfit.plan.search.lever_choices import weaker
-from tightfit.plan.search.search import COMFORT, HOPELESS, TOLD, LayoutKind, kind_of, search
+from tightfit.plan.search.search import COMFORT, HOPELESS, REPORTED_KINDS, LayoutKind, kind_of, search
 
 
 def by_trying_everything(asked: Question) -> dict[LayoutKind, float]:
@@ -59,7 +59,7 @@ def test_finds_what_trying_everything_finds(asked: Question) -> None:
     truth = by_trying_everything(asked)
     found = {kind_of(plan.layout): plan.step_s for plan in search(asked.space).plans}
     fastest = min(truth.values())
-    told = [step_s for step_s in sorted(truth.values())[:TOLD] if step_s < HOPELESS * fastest]
+    told = [step_s for step_s in sorted(truth.values())[:REPORTED_KINDS] if step_s < HOPELESS * fastest]
     assert sorted(found.values())[: len(told)] == pytest.approx(told)
     assert [kind for kind, step_s in truth.items() if step_s < told[-1] and found[kind] != pytest.approx(step_s)] == []
 
@@ -194,9 +194,9 @@ def test_layers_that_a_teacher_compares_are_not_computed_again(compared: dict[st
 
     only_logits = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host"))
     assert only_logits is not None
-    assert computes_again(only_logits.levers)
+    assert recomputes(only_logits.levers)
     compares_layers = best(Teacher(spec=spec, weight_bytes=2 * spec.params(), place="host", **compared))
-    assert compares_layers is None or not computes_again(compares_layers.levers)
+    assert compares_layers is None or not recomputes(compares_layers.levers)
 
 
 def test_weights_that_shrink_are_not_offloaded() -> None:

@@ -42,13 +42,13 @@ def test_few_ranks_wait_longer_on_a_mesh() -> None:
 def test_a_stage_sends_its_blocks_and_waits_for_its_layers() -> None:
     """Half of the layers wait for half of a micro-batch's messages, and what is sent on is the same on any mesh."""
     costs = Costs(WORKLOAD, parse_machine("16x8xH100-80GB"))
-    alone, staged = (costs.of(layout) for layout in (SQUARE, SQUARE.model_copy(update={"pipeline": 2})))
+    alone, staged = (costs.layout_cost(layout) for layout in (SQUARE, SQUARE.model_copy(update={"pipeline": 2})))
     assert staged.tensor.one_way_s == pytest.approx(alone.tensor.one_way_s / 2, rel=0.05)
     assert staged.stream_bytes == 64 * 4096 * WORKLOAD.spec.hidden_size * 2 / 64
-    line = costs.of(LINE.model_copy(update={"pipeline": 2}))
+    line = costs.layout_cost(LINE.model_copy(update={"pipeline": 2}))
     assert staged.send_s == line.send_s > 0
-    deep = costs.of(DEEP.model_copy(update={"pipeline": 2})).tensor.once_s
-    assert deep == pytest.approx(costs.of(DEEP).tensor.once_s / 2, rel=0.05)
+    deep = costs.layout_cost(DEEP.model_copy(update={"pipeline": 2})).tensor.once_s
+    assert deep == pytest.approx(costs.layout_cost(DEEP).tensor.once_s / 2, rel=0.05)
 
 
 def test_larger_than_a_node_meshes_are_tried_beside_other_splits() -> None:

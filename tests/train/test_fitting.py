@@ -64,8 +64,8 @@ def test_small_cards_train_large_models(model: str, length: int, gib: float) -> 
     gpu, host, _ = peaks(fitted.plan.workload, fitted.job.layout, fitted.job.levers, INSTALLED)
     assert gpu <= gib * GIB
     assert host <= 110 * GIB
-    assert 3 <= len(fitted.said) <= 6
-    assert all(line.startswith("fit: ") for line in fitted.said)
+    assert 3 <= len(fitted.lines) <= 6
+    assert all(line.startswith("fit: ") for line in fitted.lines)
     plain = peaks(fitted.plan.workload, fitted.job.layout, Levers(), INSTALLED).gpu_bytes
     assert (fitted.job.levers == Levers()) == (plain <= 0.95 * gib * GIB)
 

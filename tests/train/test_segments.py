@@ -8,7 +8,7 @@ import torch
 
 from tightfit.jobs.layout import Layout
 from tightfit.levers.policy.segments import SETTING, VARIABLES
-from tightfit.train.segments import grow_segments
+from tightfit.train.segments import use_expandable_segments
 
 LONG, CARD = Layout(context=8), torch.device("cuda", 0)
 
@@ -23,7 +23,7 @@ def told(layout: Layout, device: torch.device) -> list[Any]:
     """What the allocator is told."""
     settings = list[Any]()
     with patch.object(torch._C, "_accelerator_setAllocatorSettings", settings.append):
-        grow_segments(layout, device)
+        use_expandable_segments(layout, device)
     return settings
 
 

@@ -121,7 +121,7 @@ def plan(options: PlanOptions) -> None:
     if (expanded := _expanded_weights(found.plan)) is not None:
         extra["expanded"] = expanded
         sentences.append(f"{found.plan.model} is compressed ({expanded}); training expands it and counts all of it")
-    print_answer(found, as_json=options.as_json, extra=extra, said=sentences)
+    print_answer(found, as_json=options.as_json, extra=extra, lines=sentences)
     if not found.plan.fits:
         raise typer.Exit(DOES_NOT_FIT)
 

@@ -114,7 +114,7 @@ def plain_bytes(spec: ModelSpec) -> int:
     return 2 * (spec.params() - quantized)
 
 
-def least_bytes(spec: ModelSpec, bits: int, group: int) -> int:
+def uniform_bytes(spec: ModelSpec, bits: int, group: int) -> int:
     """Bytes of the whole model with every unit at `bits`."""
     return plain_bytes(spec) + sum(unit_bytes(spec, names, bits, group) for names in units(spec).values())
 

@@ -28,7 +28,7 @@ from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
 from tightfit.compress.own_text import describe_own_text
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.report import Beside, CompressionReport, LayerReport, nothing_beside
+from tightfit.compress.report import CompressionReport, LayerReport, WriteExtras, no_extras
 from tightfit.compress.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
@@ -67,16 +67,18 @@ def compress(
     job: CompressionJob,
     announce: Callable[[CompressionCost], None],
     progress: Progress,
-    beside: Beside = nothing_beside,
+    write_extras: WriteExtras = no_extras,
 ) -> CompressionReport:
     """Do `job`; `announce` is called with the predicted cost before anything is written."""
-    return _Compression(job, announce, beside).run(progress)
+    return _Compression(job, announce, write_extras).run(progress)
 
 
 class _Compression:
-    def __init__(self, job: CompressionJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
+    def __init__(
+        self, job: CompressionJob, announce: Callable[[CompressionCost], None], write_extras: WriteExtras
+    ) -> None:
         job.require()
-        self.beside = beside
+        self.write_extras = write_extras
         self.began = time.monotonic()
         self.device = torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
@@ -228,7 +230,7 @@ class _Compression:
             if tokenizer is not None:
                 tokenizer.save(folder)
             report = self._report(reports, resumed, kl)
-            self.directory.finish(lambda folder: self.beside(report, folder))
+            self.directory.finish(lambda folder: self.write_extras(report, folder))
         return report
 
     def _report(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:

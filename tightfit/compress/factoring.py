@@ -22,7 +22,7 @@ from tightfit.compress.low_rank import Factors, LowRankMethod, choose_ranks, fac
 from tightfit.compress.matrices import matrices
 from tightfit.compress.moving_scales import linear
 from tightfit.compress.observation import layer_of, observe, through
-from tightfit.compress.report import Beside, CompressionReport, nothing_beside
+from tightfit.compress.report import CompressionReport, WriteExtras, no_extras
 from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
@@ -41,10 +41,13 @@ class FactoringJob(ShrinkingJob):
 
 
 def factorise(
-    job: FactoringJob, announce: Callable[[CompressionCost], None], progress: Progress, beside: Beside = nothing_beside
+    job: FactoringJob,
+    announce: Callable[[CompressionCost], None],
+    progress: Progress,
+    write_extras: WriteExtras = no_extras,
 ) -> CompressionReport:
     """Do `job`; `announce` is called with the predicted cost before anything is written."""
-    return _Factoring(job, announce, beside).run(progress)
+    return _Factoring(job, announce, write_extras).run(progress)
 
 
 class _Factoring(LayerRewriting):

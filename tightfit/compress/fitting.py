@@ -22,10 +22,10 @@ from tightfit.compress.bit_choice import (
     BitChoice,
     choose_bits,
     group_of,
-    least_bytes,
     options_of,
     recipe_for,
     scheme_of,
+    uniform_bytes,
     units,
 )
 from tightfit.compress.compression import PLAIN_DTYPE, CompressionJob
@@ -111,7 +111,7 @@ def best_mix(
     spec = parts.spec
     choice = choose_bits(spec, options_of(spec, found.losses, group), budget)
     every = [
-        BitChoice(dict.fromkeys(units(spec), bits), least_bytes(spec, bits, group), loss)
+        BitChoice(dict.fromkeys(units(spec), bits), uniform_bytes(spec, bits, group), loss)
         for bits, loss in found.uniform.items()
     ]
     fitting = [each for each in every if each.bytes <= budget and each.bits != choice.bits]
@@ -171,7 +171,7 @@ def fit_bits(
     choice, measuring = kept.read(), None
     if choice is None:
         rows = [row[None, :PROBED_LENGTH].to(job.device) for row in calibration.tokens[:PROBED_ROWS]]
-        widths = WIDTHS if least_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
+        widths = WIDTHS if uniform_bytes(spec, min(WIDTHS), group) <= budget else LEAST_WIDTHS
         measuring = measuring_ledger(spec, len(rows), rows[0].shape[1], len(widths))
         say(describe_measuring(measuring))
         parts = ModelParts(job.model, torch.device(job.device))

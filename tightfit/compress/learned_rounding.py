@@ -42,16 +42,16 @@ class _Rounded(torch.autograd.Function):
     """round(u) · S with a scale per group and straight-through gradients; only u and S are saved for backward."""
 
     @staticmethod
-    def forward(ctx: Any, place: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(place, scale)
-        return _in_groups(place.round(), scale).mul_(scale[..., None]).view_as(place)
+    def forward(ctx: Any, unrounded: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(unrounded, scale)
+        return _in_groups(unrounded.round(), scale).mul_(scale[..., None]).view_as(unrounded)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        place, scale = ctx.saved_tensors
+        unrounded, scale = ctx.saved_tensors
         gradient = _in_groups(gradients[0], scale)
-        of_scale = _in_groups(place.round(), scale).mul_(gradient).sum(-1)
-        return (gradient * scale[..., None]).view_as(place), of_scale
+        of_scale = _in_groups(unrounded.round(), scale).mul_(gradient).sum(-1)
+        return (gradient * scale[..., None]).view_as(unrounded), of_scale
 
 
 def _in_groups(values: Tensor, scale: Tensor) -> Tensor:
@@ -61,10 +61,10 @@ def _in_groups(values: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass
 class LearnedMatrix:
-    """A matrix whose rounding is being learned: `place` is u [outputs, inputs], `factor` f [outputs, groups]."""
+    """A matrix whose rounding is being learned: `unrounded` is u [outputs, inputs], `factor` f [outputs, groups]."""
 
     coded: CodedWeight
-    place: Tensor
+    unrounded: Tensor
     factor: Tensor
 
     @classmethod
@@ -72,26 +72,26 @@ class LearnedMatrix:
         """Begin with the codes of the float32 matrix `weight`."""
         scale, zero = coded.scale, _zero(coded)[..., None]
         codes = _in_groups(coded.codes.float(), scale) - zero
-        place = (_in_groups(weight, scale) / scale[..., None]).clamp_(codes - EDGE, codes + EDGE)
-        return cls(coded, place.view_as(weight).requires_grad_(), torch.ones_like(scale, requires_grad=True))
+        unrounded = (_in_groups(weight, scale) / scale[..., None]).clamp_(codes - EDGE, codes + EDGE)
+        return cls(coded, unrounded.view_as(weight).requires_grad_(), torch.ones_like(scale, requires_grad=True))
 
     def rounded(self) -> Tensor:
         """ŵ, through which gradients reach u and f."""
-        rounded: Tensor = _Rounded.apply(self.place, self.coded.scale * self.factor)
+        rounded: Tensor = _Rounded.apply(self.unrounded, self.coded.scale * self.factor)
         return rounded
 
     @torch.no_grad()
     def clamp(self) -> None:
         """Keep u within the range of codes."""
         zero, last = _zero(self.coded)[..., None], self.coded.scheme.levels - 1
-        _in_groups(self.place, self.factor).clamp_(-zero - EDGE, last - zero + EDGE)
+        _in_groups(self.unrounded, self.factor).clamp_(-zero - EDGE, last - zero + EDGE)
 
     @torch.no_grad()
     def finished(self) -> CodedWeight:
         """The codes that were learned."""
-        codes = _in_groups(self.place.round(), self.factor).add_(_zero(self.coded)[..., None])
+        codes = _in_groups(self.unrounded.round(), self.factor).add_(_zero(self.coded)[..., None])
         scale = store_scales(self.coded.scale * self.factor, self.coded.scheme).scale
-        return replace(self.coded, codes=codes.view_as(self.place).to(torch.uint8), scale=scale)
+        return replace(self.coded, codes=codes.view_as(self.unrounded).to(torch.uint8), scale=scale)
 
 
 def _zero(coded: CodedWeight) -> Tensor:
@@ -157,7 +157,7 @@ def _learned(
     matrices = list(learned.values())
     optimizer = torch.optim.Adam(
         [
-            {"params": [m.place for m in matrices], "share": 1.0},
+            {"params": [m.unrounded for m in matrices], "share": 1.0},
             {"params": [m.factor for m in matrices], "share": SCALE_RATE},
         ],
         fused=True,
@@ -169,7 +169,7 @@ def _learned(
         x, wanted = task.some_rows(chance)
         with torch.enable_grad():
             rounded = {f"{name}.weight": matrix.rounded() for name, matrix in learned.items()}
-            task.error(rounded, x, wanted).backward(inputs=[t for m in matrices for t in (m.place, m.factor)])
+            task.error(rounded, x, wanted).backward(inputs=[t for m in matrices for t in (m.unrounded, m.factor)])
         del rounded
         optimizer.step()
         optimizer.zero_grad()

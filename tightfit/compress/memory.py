@@ -19,7 +19,7 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | the layer and its codes | 4 P + P |
 | | the peak while any matrix [m, n] is coded: copies of it and of its inputs' second moment | a · 4 m n + b · 4 n² |
 
-The moments at which coding a matrix can peak are those of its method, each a `CodingMoment` below with the tensors
+The moments at which coding a matrix can peak are those of its method, each a `CodingPeak` below with the tensors
 alive in it. The scales of AWQ and SmoothQuant are searched while the second moments of all sets of layers are alive.
 Learned rounding trains a whole layer (`_learning`) and keeps its original weights until then. Nothing here imports
 torch.
@@ -44,7 +44,7 @@ CHUNK_SHARE = 16
 
 
 @dataclass(frozen=True)
-class CodingMoment:
+class CodingPeak:
     """A moment of coding a matrix [m, n]: `copies` float32 tensors [m, n] and `squares` of [n, n] are alive."""
 
     what: str
@@ -54,36 +54,34 @@ class CodingMoment:
     """Further bytes for each of the m rows, whatever n is."""
 
 
-ROUNDING = CodingMoment("weights rounded: w / S, + Z, rounded, clamped", 4, 2)
-ERROR = CodingMoment("the error: made, its change, w and the product with H; Σ x xᵀ, H", 4, 2)
-INVERTED = CodingMoment("H inverted: w without dead inputs; Σ x xᵀ, H, damped, its factor, the inverse", 1, 5)
-MOMENTS: dict[str, tuple[CodingMoment, ...]] = {
+ROUNDING = CodingPeak("weights rounded: w / S, + Z, rounded, clamped", 4, 2)
+ERROR = CodingPeak("the error: made, its change, w and the product with H; Σ x xᵀ, H", 4, 2)
+INVERTED = CodingPeak("H inverted: w without dead inputs; Σ x xᵀ, H, damped, its factor, the inverse", 1, 5)
+PEAKS: dict[str, tuple[CodingPeak, ...]] = {
     "gptq": (
-        CodingMoment("H inverted: w, w in order; Σ x xᵀ, H, H in order, damped, its factor, the inverse", 2, 6),
-        CodingMoment("scales refitted: w, w rounded, codes twice, q − Z, two products; Σ x xᵀ, H", 5.25, 2),
+        CodingPeak("H inverted: w, w in order; Σ x xᵀ, H, H in order, damped, its factor, the inverse", 2, 6),
+        CodingPeak("scales refitted: w, w rounded, codes twice, q − Z, two products; Σ x xᵀ, H", 5.25, 2),
     ),
     "gptq by groups": (
-        CodingMoment("scales refitted: w, w rounded, codes twice, both in order, two products; Σ x xᵀ, H, H", 6.25, 3),
+        CodingPeak("scales refitted: w, w rounded, codes twice, both in order, two products; Σ x xᵀ, H, H", 6.25, 3),
     ),
     "spqr": (
         INVERTED,
-        CodingMoment("columns rounded: w, what is left, what is kept, an update; Σ x xᵀ, H, U", 4.25, 3),
+        CodingPeak("columns rounded: w, what is left, what is kept, an update; Σ x xᵀ, H, U", 4.25, 3),
     ),
     "sparsegpt": (
         INVERTED,
-        CodingMoment("128 columns pruned: w; their worth, order and errors; Σ x xᵀ, H, U", 1, 3, row_bytes=20 * 128),
+        CodingPeak("128 columns pruned: w; their worth, order and errors; Σ x xᵀ, H, U", 1, 3, row_bytes=20 * 128),
     ),
-    "svd": (CodingMoment("singular vectors in float64: w, w wide, U, V", 7, 1),),
+    "svd": (CodingPeak("singular vectors in float64: w, w wide, U, V", 7, 1),),
     "whitened": (
-        CodingMoment("H factored in float64: w; Σ x xᵀ, H, damped, its factor", 1, 6),
-        CodingMoment("singular vectors in float64: w, w wide, w L, U, V; Σ x xᵀ, H, L", 9, 4),
+        CodingPeak("H factored in float64: w; Σ x xᵀ, H, damped, its factor", 1, 6),
+        CodingPeak("singular vectors in float64: w, w wide, w L, U, V; Σ x xᵀ, H, L", 9, 4),
     ),
-    "structured": (
-        CodingMoment("refitted: w, its change, two products; Σ x xᵀ, H, H of what stays, its factor", 4, 4),
-    ),
+    "structured": (CodingPeak("refitted: w, its change, two products; Σ x xᵀ, H, H of what stays, its factor", 4, 4),),
 }
 """By method, in addition to `ROUNDING` and `ERROR`, which every method has."""
-MOMENTS["round"] = MOMENTS["gptq"]
+PEAKS["round"] = PEAKS["gptq"]
 FACTORED = ("svd", "whitened")
 LEARNING_TOKENS = 4096
 """Tokens of a step of learned rounding, in whole rows (learned_rounding.py)."""
@@ -186,12 +184,12 @@ def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, 
     """Lines of the moment with the most bytes: of any matrix, scale search or learned rounding."""
     has_rows = rows * length > 0
     found = [
-        [*_moment_lines(moment, outputs, inputs, has_rows=has_rows), *originals]
+        [*_peak_lines(peak, outputs, inputs, has_rows=has_rows), *originals]
         for layer in range(spec.layers)
         for originals in [_originals(spec, recipe, layer)]
         for name, (_, outputs, inputs) in matrices_of_layer(spec, layer).items()
-        for moment in (
-            _moments(recipe.coding(name), recipe.pruning(name)) if rewritten is None else (ERROR, *MOMENTS[rewritten])
+        for peak in (
+            _peaks(recipe.coding(name), recipe.pruning(name)) if rewritten is None else (ERROR, *PEAKS[rewritten])
         )
     ]
     if has_rows:
@@ -201,25 +199,25 @@ def _fullest(spec: ModelSpec, recipe: Recipe, rewritten: str | None, rows: int, 
     return max(found, key=lambda lines: sum(line.bytes for line in lines), default=())
 
 
-def _moments(coding: Step | None, pruning: Step | None) -> list[CodingMoment]:
-    """Moments of a matrix that is pruned, coded or both; the pruned matrix is alive while it is coded."""
+def _peaks(coding: Step | None, pruning: Step | None) -> list[CodingPeak]:
+    """Possible peaks of a matrix that is pruned, coded or both; the pruned matrix is alive while it is coded."""
     found = [ROUNDING, ERROR] if coding is not None or pruning is not None else []
     if pruning is not None:
-        found += MOMENTS.get(pruning.method, ())
+        found += PEAKS.get(pruning.method, ())
     if coding is not None:
-        extra = MOMENTS.get(coding.method, ())
+        extra = PEAKS.get(coding.method, ())
         by_groups = coding.method == "gptq" and coding.act_order == "groups"
-        own = [*extra, *(MOMENTS["gptq by groups"] if by_groups else ())]
-        found += [replace(moment, copies=moment.copies + (pruning is not None)) for moment in own]
+        own = [*extra, *(PEAKS["gptq by groups"] if by_groups else ())]
+        found += [replace(peak, copies=peak.copies + (pruning is not None)) for peak in own]
     return found
 
 
-def _moment_lines(moment: CodingMoment, outputs: int, inputs: int, *, has_rows: bool) -> list[Line]:
-    squares = moment.squares if has_rows else 0
+def _peak_lines(peak: CodingPeak, outputs: int, inputs: int, *, has_rows: bool) -> list[Line]:
+    squares = peak.squares if has_rows else 0
     return _lines(
-        copies_bytes=int(moment.copies * FLOAT * outputs * inputs) + moment.row_bytes * outputs,
+        copies_bytes=int(peak.copies * FLOAT * outputs * inputs) + peak.row_bytes * outputs,
         squares_bytes=squares * FLOAT * inputs**2,
-        why=(f"{moment.copies:g} · 4 m n ({moment.what})", f"{squares} · 4 n²"),
+        why=(f"{peak.copies:g} · 4 m n ({peak.what})", f"{squares} · 4 n²"),
     )
 
 

@@ -16,7 +16,7 @@ from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.observation import through
-from tightfit.compress.report import Beside, CompressionReport, nothing_beside
+from tightfit.compress.report import CompressionReport, WriteExtras, no_extras
 from tightfit.compress.rewriting import LayerRewriting, Rewritten
 from tightfit.compress.structured import KeptShape, block_influence, cut_layer, cut_spec
 from tightfit.models.decoder import Decoder
@@ -33,10 +33,13 @@ class NarrowingJob(ShrinkingJob):
 
 
 def narrow(
-    job: NarrowingJob, announce: Callable[[CompressionCost], None], progress: Progress, beside: Beside = nothing_beside
+    job: NarrowingJob,
+    announce: Callable[[CompressionCost], None],
+    progress: Progress,
+    write_extras: WriteExtras = no_extras,
 ) -> CompressionReport:
     """Do `job`; `announce` is called with the predicted cost before anything is written."""
-    return _Narrowing(job, announce, beside).run(progress)
+    return _Narrowing(job, announce, write_extras).run(progress)
 
 
 class _Narrowing(LayerRewriting):

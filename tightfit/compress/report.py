@@ -32,9 +32,9 @@ class CompressionReport:
     """Whose memory was measured: that of a GPU, or of the whole process on a CPU."""
 
 
-Beside = Callable[[CompressionReport, Path], None]
+WriteExtras = Callable[[CompressionReport, Path], None]
 """Writes further files, such as the report, into the directory of the weights before this gets its final name."""
 
 
-def nothing_beside(report: CompressionReport, folder: Path) -> None:
+def no_extras(report: CompressionReport, folder: Path) -> None:
     """Write no further files."""

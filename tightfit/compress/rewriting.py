@@ -32,7 +32,7 @@ from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.observation import through
 from tightfit.compress.recipe import Recipe
-from tightfit.compress.report import Beside, CompressionReport, LayerReport
+from tightfit.compress.report import CompressionReport, LayerReport, WriteExtras
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import find_source_tokenizer
@@ -53,9 +53,11 @@ class Rewritten:
 class LayerRewriting(ABC):
     """One job: the constructor checks it and announces its cost; nothing is written before `run`."""
 
-    def __init__(self, job: ShrinkingJob, announce: Callable[[CompressionCost], None], beside: Beside) -> None:
+    def __init__(
+        self, job: ShrinkingJob, announce: Callable[[CompressionCost], None], write_extras: WriteExtras
+    ) -> None:
         job.require()
-        self.beside = beside
+        self.write_extras = write_extras
         self.job, self.began, self.device = job, time.monotonic(), torch.device(job.device)
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
@@ -194,7 +196,7 @@ class LayerRewriting(ABC):
             for name, content in self.more_files().items():
                 (folder / name).write_text(content, encoding="utf-8")
             report = self._report(reports, resumed, kl)
-            self.directory.finish(lambda folder: self.beside(report, folder))
+            self.directory.finish(lambda folder: self.write_extras(report, folder))
         return report
 
     def _report(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:

@@ -122,10 +122,10 @@ class WorkingDirectory:
         with safe_open(self.shard(number), framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-    def finish(self, beside: Callable[[Path], None]) -> None:
+    def finish(self, write_extras: Callable[[Path], None]) -> None:
         """Write the index and rename everything to the target, which exists whole from then on.
 
-        `beside` writes further files before the rename, when a kill still leaves work that the next run resumes.
+        `write_extras` writes further files before the rename, when a kill still leaves work that the next run resumes.
         """
         names: dict[str, str] = {}
         total = 0
@@ -136,7 +136,7 @@ class WorkingDirectory:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         (self.path / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         write_checksums(self.path)
-        beside(self.path)
+        write_extras(self.path)
         flush_tree(self.path)
         if os.path.lexists(self.target):
             raise UserError(f"{self.target} has come to exist meanwhile; the result is in {self.path}, rename it")

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from tightfit.errors import UserError
 from tightfit.jobs.layout import SPLITS
-from tightfit.jobs.lever_table import ELSEWHERE, NO_HOST
+from tightfit.jobs.lever_table import NO_HOST, VALUES_IN_OTHER_ENGINES
 
 AttentionKernel = Literal["cudnn", "flash2", "flash-triton", "unfused"]
 EngineName = Literal[
@@ -78,7 +78,7 @@ class Engine:
     """Passes for families with RMSNorm, where only LayerNorm has a fused kernel; None: as `passes`."""
     launch_share: float = 1.2
     """The host's time to launch a layer, relative to ours."""
-    updates_unseen: bool = False
+    launches_update_before_loss: bool = False
     """Whether the host launches the update before it reads the loss."""
     captures: bool = False
     """Whether steps that wait for the host are launched as CUDA graphs."""
@@ -122,7 +122,9 @@ TITAN_EAGER = Passes(stream=(14, 28), rope=14, gate=(5, 8), activation=(2, 3), l
 ENGINES: dict[EngineName, Engine] = {
     each.name: each
     for each in (
-        Engine(name="tightfit", is_for="tightfit train", launch_share=1.0, updates_unseen=True, captures=True),
+        Engine(
+            name="tightfit", is_for="tightfit train", launch_share=1.0, launches_update_before_loss=True, captures=True
+        ),
         Engine(
             name="hf",
             is_for="Hugging Face's models with FSDP or accelerate",
@@ -141,7 +143,7 @@ ENGINES: dict[EngineName, Engine] = {
             eager_norm_passes=HF_RMS,
             skips_last_product=False,
             reduces_wide=False,
-            fixed_levers=ELSEWHERE,
+            fixed_levers=VALUES_IN_OTHER_ENGINES,
             fixed_layout=DATA_ONLY,
             recomputes_all_or_nothing=True,
             memory=EngineMemory(norm_copies=6, rope_copies=2, gate_copies=1, slack_share=0.12),

@@ -74,19 +74,19 @@ class Layout(Section):
         return {name: degree for name in SPLITS if (degree := getattr(self, name)) > 1}
 
     @property
-    def copies(self) -> int:
+    def zero_groups(self) -> int:
         """ZeRO groups under hybrid sharding, each with a copy of what ZeRO splits; 1 without."""
         return self.data // self.shard_inside if self.shard_inside else 1
 
     @property
-    def reducing(self) -> int:
-        """Ranks with different tokens, over which gradients are summed; ZeRO shards over them, in `copies` groups."""
+    def gradient_ranks(self) -> int:
+        """Ranks with different tokens, over which gradients are summed; they form `zero_groups` ZeRO groups."""
         return self.data * self.context
 
     @property
-    def sharing(self) -> int:
-        """Ranks that split one copy of what ZeRO splits."""
-        return self.data * self.context // self.copies
+    def zero_ranks(self) -> int:
+        """Ranks of one ZeRO group, which split one copy of what ZeRO splits."""
+        return self.gradient_ranks // self.zero_groups
 
     def local_length(self, length: int) -> int:
         """Tokens of a row of `length` on one context rank."""
@@ -97,7 +97,7 @@ class Layout(Section):
         return local_length * self.context
 
     @property
-    def exchanging(self) -> int:
+    def ulysses_ranks(self) -> int:
         """Context ranks that exchange heads with each other (Ulysses)."""
         return self.context // self.ring
 

@@ -65,13 +65,13 @@ class LeverRow:
     little or cost much. Together with the searched values they are every lossless way to need less memory."""
     last_resort: Any = None
     """The value searched on several ranks only if nothing else fits; None: searched at once, or only advised."""
-    elsewhere: Any = None
+    value_in_other_engines: Any = None
     """Its fixed value in engines that do not have the lever; None where they have it."""
-    beside_deepspeed: bool = False
+    works_with_deepspeed: bool = False
     """Whether it works with `engine: deepspeed`, as it acts inside a layer or its loss, or DeepSpeed has it itself."""
-    computes_again: "Callable[[Levers], bool]" = _never
+    recomputes: "Callable[[Levers], bool]" = _never
     """Whether it makes parts of layers be recomputed in backward."""
-    plain_products: tuple[Any, ...] | None = None
+    values_with_torch_products: tuple[Any, ...] | None = None
     """Values at which linear layers are torch's own products with whole weights, strongest last; None: all values."""
     own_update: "Callable[[Levers], bool]" = _never
     """Whether our own kernels update the weights instead of torch's AdamW."""
@@ -125,8 +125,8 @@ LEVER_TABLE = (
         words=_offload,
         values=lambda wanted: ("none", "optimizer", "weights") if wanted.host else ("none",),
         strength=OFFLOADED.__getitem__,
-        beside_deepspeed=True,
-        plain_products=("none", "optimizer"),
+        works_with_deepspeed=True,
+        values_with_torch_products=("none", "optimizer"),
         own_update=lambda levers: levers.offload != "none",
         asks_host=lambda levers: levers.offload != "none",
     ),
@@ -141,51 +141,51 @@ LEVER_TABLE = (
         words=_checkpointing,
         values=lambda wanted: (0, 4, 2, 1),
         strength=lambda every: 1 / every if every else 0,
-        beside_deepspeed=True,
-        computes_again=lambda levers: levers.checkpoint_every > 0,
+        works_with_deepspeed=True,
+        recomputes=lambda levers: levers.checkpoint_every > 0,
     ),
-    LeverRow(name="num_checkpoints", beside_deepspeed=True, computes_again=lambda levers: levers.num_checkpoints > 0),
-    LeverRow(name="checkpoint_keep", beside_deepspeed=True),
+    LeverRow(name="num_checkpoints", works_with_deepspeed=True, recomputes=lambda levers: levers.num_checkpoints > 0),
+    LeverRow(name="checkpoint_keep", works_with_deepspeed=True),
     LeverRow(
         name="checkpoint_budget_bytes",
-        beside_deepspeed=True,
-        computes_again=lambda levers: levers.checkpoint_budget_bytes is not None,
+        works_with_deepspeed=True,
+        recomputes=lambda levers: levers.checkpoint_budget_bytes is not None,
     ),
     LeverRow(
         name="offload_checkpoints",
         values=lambda wanted: (False, True) if wanted.host else (False,),
-        elsewhere=False,
+        value_in_other_engines=False,
         asks_host=lambda levers: levers.offload_checkpoints,
     ),
     LeverRow(
         name="matmul",
         words=lambda levers: "" if levers.matmul == "native" else f"{levers.matmul} matmuls (lossy)",
-        plain_products=("native",),
+        values_with_torch_products=("native",),
     ),
     LeverRow(
         name="tiles",
         words=lambda levers: f"layers in {levers.tiles} tiles" if levers.tiles > 1 else "",
         values=lambda wanted: (1, 8) if wanted.long_rows else (1,),
         advice=("layers in tiles", (8, 64)),
-        elsewhere=1,
-        beside_deepspeed=True,
-        computes_again=lambda levers: levers.tiles > 1,
-        plain_products=(1,),
+        value_in_other_engines=1,
+        works_with_deepspeed=True,
+        recomputes=lambda levers: levers.tiles > 1,
+        values_with_torch_products=(1,),
     ),
     LeverRow(
         name="loss_chunk_bytes",
         values=lambda wanted: (LOSS_CHUNK_BYTES, 0),
         strength=lambda chunk_bytes: -chunk_bytes,
-        elsewhere=LOSS_CHUNK_BYTES,
-        beside_deepspeed=True,
+        value_in_other_engines=LOSS_CHUNK_BYTES,
+        works_with_deepspeed=True,
     ),
     LeverRow(
         name="loss",
         words=_loss,
         values=lambda wanted: ("fused",),
         strength=lambda loss: loss == "fused",
-        elsewhere="plain",
-        beside_deepspeed=True,
+        value_in_other_engines="plain",
+        works_with_deepspeed=True,
     ),
     LeverRow(
         name="rounding",
@@ -201,20 +201,22 @@ LEVER_TABLE = (
         for_memory_alone=lambda levers: levers.offload == "none",
         advice=("updates in backward", (True,)),
         last_resort=True,
-        elsewhere=False,
+        value_in_other_engines=False,
         own_update=lambda levers: levers.update_in_backward,
         asks_host=lambda levers: levers.update_in_backward and _changes_by_hand(levers),
     ),
     LeverRow(
         name="cuda_graph",
         words=lambda levers: "steps as CUDA graphs" if levers.cuda_graph == "always" else "",
-        elsewhere="never",
+        value_in_other_engines="never",
     ),
     LeverRow(name="offload_gradient_bytes", advice=("no gradients that wait for the host", (0,))),
 )
-ELSEWHERE = tuple((row.name, row.elsewhere) for row in LEVER_TABLE if row.elsewhere is not None)
+VALUES_IN_OTHER_ENGINES = tuple(
+    (row.name, row.value_in_other_engines) for row in LEVER_TABLE if row.value_in_other_engines is not None
+)
 """Levers that only tightfit has, with their fixed values in other engines."""
-NO_HOST = (*ELSEWHERE, ("offload", "none"))
+NO_HOST = (*VALUES_IN_OTHER_ENGINES, ("offload", "none"))
 """The same for engines that do not offload states either."""
 SAID_FIRST = "checkpoint_every"
 OWN_UPDATES = tuple((row.name, row.own_update) for row in LEVER_TABLE if row.own_update is not _never)
@@ -226,9 +228,9 @@ def describe_levers(levers: "Levers") -> str:
     return ", ".join(text for row in rows if (text := row.words(levers))) or "none needed"
 
 
-def computes_again(levers: "Levers") -> bool:
+def recomputes(levers: "Levers") -> bool:
     """Whether any part of a layer may be computed again in backward."""
-    return any(row.computes_again(levers) for row in LEVER_TABLE)
+    return any(row.recomputes(levers) for row in LEVER_TABLE)
 
 
 def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
@@ -238,8 +240,8 @@ def with_own_products(levers: "Levers") -> Iterator[tuple[LeverRow, Any, Any]]:
     """
     for row in LEVER_TABLE:
         value = getattr(levers, row.name)
-        if row.plain_products is not None and value not in row.plain_products:
-            yield row, value, row.plain_products[-1]
+        if row.values_with_torch_products is not None and value not in row.values_with_torch_products:
+            yield row, value, row.values_with_torch_products[-1]
 
 
 def own_updates(levers: "Levers") -> set[str]:

@@ -35,7 +35,7 @@ class Ending:
     rank: int
     exit_code: int
     """Negative for a signal: minus its number."""
-    was_killed_here: bool = False
+    killed_by_launcher: bool = False
     """Whether the launcher killed the rank, as it did not stop when asked."""
     stopped_s: float = 0.0
     """Seconds for which the rank was found stopped (SIGSTOP)."""
@@ -49,10 +49,10 @@ class Ending:
     @property
     def has_died(self) -> bool:
         """Whether a fatal signal that the launcher did not send ended the rank."""
-        return -self.exit_code in DEATHS and not self.was_killed_here
+        return -self.exit_code in DEATHS and not self.killed_by_launcher
 
     @property
-    def is_user_s(self) -> bool:
+    def would_repeat(self) -> bool:
         """Whether a restart would end in the same way: a mistake in the user's input, or too little memory."""
         return self.refusal is not None or self.exit_code in (REFUSED, OUT_OF_MEMORY)
 
@@ -79,25 +79,25 @@ def _keep(folder: Path, rank: int, **what: str) -> None:
 
 
 def read_ending(
-    folder: Path, rank: int, exit_code: int, *, was_killed_here: bool = False, stopped_s: float = 0.0
+    folder: Path, rank: int, exit_code: int, *, killed_by_launcher: bool = False, stopped_s: float = 0.0
 ) -> Ending:
     """The ending of rank `rank`, with the error it left in `folder`, if any."""
     file = folder / f"rank-{rank}.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return Ending(rank, exit_code, was_killed_here=was_killed_here, stopped_s=stopped_s, **kept)
+    return Ending(rank, exit_code, killed_by_launcher=killed_by_launcher, stopped_s=stopped_s, **kept)
 
 
 def cause(endings: list[Ending]) -> Ending:
     """The ending that caused the others."""
-    unasked = [each for each in endings if not each.was_killed_here]
+    unasked = [each for each in endings if not each.killed_by_launcher]
     if dead := [each for each in endings if each.has_died]:
         return min(dead, key=lambda each: each.rank)
     if stopped := [each for each in endings if each.stopped_s]:
         return stopped[0]
-    if refused := [each for each in unasked if each.is_user_s]:
+    if refused := [each for each in unasked if each.would_repeat]:
         return min(refused, key=lambda each: (each.refusal is None, each.at))
     failed = sorted((each for each in unasked if each.failure), key=lambda each: each.at)
-    silent = [each for each in endings if each.was_killed_here]
+    silent = [each for each in endings if each.killed_by_launcher]
     if silent and failed and "time" in (failed[0].failure or "").lower().rpartition("error")[2]:
         return silent[0]
     return failed[0] if failed else min(unasked or endings, key=_oddity)
@@ -121,7 +121,7 @@ def sentence(ending: Ending, safe: str) -> str:
         return ending.refusal
     if ending.stopped_s:
         how = f"was stopped (SIGSTOP) for {ending.stopped_s:.0f} s and has been ended"
-    elif ending.was_killed_here:
+    elif ending.killed_by_launcher:
         how = "did not answer, the others gave up waiting for it, and it has been ended"
     elif ending.failure is not None:
         how = f"failed with {ending.failure.strip().splitlines()[-1]} (traceback above)"

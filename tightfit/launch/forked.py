@@ -97,7 +97,7 @@ class Forked:
             pass
         return self.failures
 
-    def end(self, number: int = signal.SIGTERM) -> None:
+    def stop(self, number: int = signal.SIGTERM) -> None:
         """Send running processes the signal `number`, and kill those that still run after PATIENCE_S."""
         for process in self.running:
             with suppress(ProcessLookupError):  # it has just ended
@@ -115,14 +115,14 @@ class Forked:
             for process in self.processes:
                 process.start()
         except BaseException:  # Ctrl-C after some have started: Python would wait for them at exit
-            self.end()
+            self.stop()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self.stop()
 
 
 def _has_opened_gpu() -> bool:

@@ -36,7 +36,7 @@ from tightfit.launch.stopped import StoppedRanks
 from tightfit.launch.together import share_threads
 from tightfit.models.resolve import checkpoints_of
 from tightfit.plan.export.launch import torchrun
-from tightfit.train.checkpoints.directory import what_is_safe
+from tightfit.train.checkpoints.directory import last_checkpoint_sentence
 from tightfit.train.precision import choose_device
 
 LOOK_S = 0.2
@@ -111,13 +111,13 @@ def run_processes(
             if (number := stop_signal(endings)) is not None:
                 return number
             found = cause(endings)
-            if found.is_user_s or attempt == restarts:
+            if found.would_repeat or attempt == restarts:
                 break
-            print(f"tightfit: {sentence(found, what_is_safe(run))}; starting again", file=sys.stderr)
+            print(f"tightfit: {sentence(found, last_checkpoint_sentence(run))}; starting again", file=sys.stderr)
     if found.failure is not None:
         print(found.failure, file=sys.stderr, end="")
-    advice = "; add --resume to go on" if checkpoints_of(run) and not found.is_user_s else ""
-    raise UserError(sentence(found, what_is_safe(run)) + advice)
+    advice = "; add --resume to go on" if checkpoints_of(run) and not found.would_repeat else ""
+    raise UserError(sentence(found, last_checkpoint_sentence(run)) + advice)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _attempt(
                     with suppress(ProcessLookupError):
                         os.kill(processes.pids[rank], signal.SIGKILL)
                     break
-            processes.end(signal.SIGINT if signal.SIGINT in asked else signal.SIGTERM)
+            processes.stop(signal.SIGINT if signal.SIGINT in asked else signal.SIGTERM)
         codes = [process.exitcode or 0 for process in processes.processes]
         long = {rank: seconds for rank, seconds in stopped.seconds.items() if codes[rank] == -signal.SIGKILL}
         return [
@@ -155,7 +155,7 @@ def _attempt(
                 Path(folder),
                 rank,
                 code,
-                was_killed_here=rank in processes.killed or rank in long,
+                killed_by_launcher=rank in processes.killed or rank in long,
                 stopped_s=long.get(rank, 0.0),
             )
             for rank, code in enumerate(codes)

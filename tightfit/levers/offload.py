@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.offload import deferred_bytes, offloads_states, offloads_weights, whole_that_fit
+from tightfit.levers.policy.offload import count_that_fit, deferred_bytes, offloads_states, offloads_weights
 
 LAYERS = "layers."
 HOST = torch.device("cpu")
@@ -32,7 +32,7 @@ class Placement:
 ON_GPU = Placement()
 
 
-def filled_on(levers: Levers, device: torch.device) -> torch.device:
+def fill_device(levers: Levers, device: torch.device) -> torch.device:
     """The device on which a model for `device` is loaded or initialised."""
     return HOST if offloads_states(levers) else device
 
@@ -47,7 +47,7 @@ def placements(named: Sequence[tuple[str, Tensor]], levers: Levers, state_bytes:
     matrices = sorted(with_rows, key=_is_in_layers)
     streams_weights = offloads_weights(levers)
     sizes = [each.numel() * (state_bytes + (each.itemsize if streams_weights else 0)) for _, each in matrices]
-    for name, _ in matrices[whole_that_fit(sizes, levers.offload_keep_bytes) :]:
+    for name, _ in matrices[count_that_fit(sizes, levers.offload_keep_bytes) :]:
         with_weight = streams_weights and name.startswith(LAYERS)
         found[name] = Placement(states_offloaded=True, weight_offloaded=with_weight)
     return found | _deferred(named, levers, found)
@@ -63,5 +63,5 @@ def _deferred(named: Sequence[tuple[str, Tensor]], levers: Levers, found: dict[s
     if not levers.update_in_backward:
         return {}
     away = [(name, each) for name, each in reversed(named) if name.startswith(LAYERS) and found[name].states_offloaded]
-    count = whole_that_fit((each.nbytes for _, each in away), deferred_bytes(levers.offload_gradient_bytes))
+    count = count_that_fit((each.nbytes for _, each in away), deferred_bytes(levers.offload_gradient_bytes))
     return {name: replace(found[name], deferred=True) for name, _ in away[:count]}

@@ -27,7 +27,7 @@ SMALL_BYTES = 2**20
 
 
 class Watcher(Protocol):
-    """Called with each tensor that `host_empty` or `claimed` names."""
+    """Called with each tensor of `host_empty`, `claimed` and `mark_on_host`."""
 
     def __call__(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
         """Record that `tensor` belongs to `component` (None: unchanged) and, if `host`, is in host memory."""
@@ -62,7 +62,7 @@ def claimed(tensor: Tensor, component: Component, detail: str = "") -> Tensor:
     return tensor
 
 
-def known_on_host(tensor: Tensor) -> Tensor:
+def mark_on_host(tensor: Tensor) -> Tensor:
     """`tensor`, which ledgers count in host memory: a simulation's tensors are all on the CPU, so it must be told."""
     for tell in _watchers:
         tell(tensor, None, "", host=True)
@@ -77,7 +77,7 @@ def pinned_bytes() -> int:
 
 @contextmanager
 def watched(tell: Watcher) -> Iterator[None]:
-    """Inside the block `tell` is called for every tensor of `host_empty`, `claimed` and `known_on_host`."""
+    """Inside the block `tell` is called for every tensor of `host_empty`, `claimed` and `mark_on_host`."""
     _watchers.append(tell)
     try:
         yield

@@ -74,7 +74,7 @@ class Tracer(TorchDispatchMode):
     @contextmanager
     def listening(self) -> Iterator["Tracer"]:
         """Inside the block resizes and claims are traced; the caller must pass operations to `follow`."""
-        with _followed_resizes(self), watched(self.told), self._stack:
+        with _followed_resizes(self), watched(self.note), self._stack:
             try:
                 yield self
             finally:
@@ -109,7 +109,7 @@ class Tracer(TorchDispatchMode):
                     allocation.component = component
                     allocation.detail = detail or ("offloaded" if allocation.place == "host" else "")
 
-    def told(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
+    def note(self, tensor: Tensor, component: Component | None, detail: str, *, host: bool) -> None:
         """The Watcher of memory/host.py: record component and place of a tensor."""
         if component is not None:
             self.claim([tensor], component, detail)

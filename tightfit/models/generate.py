@@ -140,11 +140,11 @@ def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> T
 
 @torch.inference_mode()
 def sample_rows(
-    model: Decoder, first: Tensor, length: int, sampling: Sampling, told: Callable[[int], None] = lambda done: None
+    model: Decoder, first: Tensor, length: int, sampling: Sampling, progress: Callable[[int], None] = lambda done: None
 ) -> Tensor:
     """Token rows [B, length] that begin with the tokens `first` [B]; an end-of-text token does not end its row.
 
-    `told` is called with the number of tokens per row so far.
+    `progress` is called with the number of tokens per row so far.
     """
     weight = model.embed.weight
     generator = torch.Generator(weight.device).manual_seed(sampling.seed)
@@ -152,7 +152,7 @@ def sample_rows(
     rows = [first.to(weight.device)[:, None]]
     while len(rows) < length:
         rows.append(_sample(_next_logits(model, rows[-1], cache), sampling, generator))
-        told(len(rows))
+        progress(len(rows))
     return torch.cat(rows, 1).cpu()
 
 

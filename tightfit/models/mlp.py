@@ -23,7 +23,7 @@ from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.models.routing import choose, scored, z_loss
 from tightfit.models.spec import Experts, ModelSpec
 
-Beside = Callable[[], Tensor] | None
+SharedExpert = Callable[[], Tensor] | None
 """Computes the shared expert beside the routed ones; on several ranks, while tokens are exchanged."""
 
 
@@ -72,10 +72,10 @@ class ExpertWeights(nn.Module):
             self.down_bias = nn.Parameter(torch.zeros(count, hidden_size))
 
     def forward(
-        self, tokens: Tensor, weights: Tensor, routing: Routing, beside: Beside
+        self, tokens: Tensor, weights: Tensor, routing: Routing, shared_expert: SharedExpert
     ) -> tuple[Tensor, Tensor | None]:
-        """Every token's experts, weighted and summed, and what `beside` computes: the shared expert."""
-        return self.compute(tokens, weights, routing), beside() if beside is not None else None
+        """Every token's experts, weighted and summed, and the shared expert's output."""
+        return self.compute(tokens, weights, routing), shared_expert() if shared_expert is not None else None
 
     def compute(self, tokens: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         """Σ_j weights[t, j] · expert_j(tokens[t]) over the experts on this rank."""
@@ -122,8 +122,8 @@ class RoutedMlp(nn.Module):
         weights, chosen = choose(probabilities, self.experts_spec, self.correction)
         capacity = self.experts_spec.capacity(len(tokens)) if torch.is_grad_enabled() else None
         routing = route(chosen, self.experts_spec.count, capacity)
-        beside = None if self.shared is None else partial(self._shared, tokens)
-        out, shared = self.experts(tokens, weights.to(x.dtype), routing, beside)
+        shared_expert = None if self.shared is None else partial(self._shared, tokens)
+        out, shared = self.experts(tokens, weights.to(x.dtype), routing, shared_expert)
         if shared is not None:
             out = out + shared
         self._count(routing.load, capacity)

@@ -71,7 +71,7 @@ def apply(
     if mesh is not None and layout.pipeline > 1:
         make = two_version_pipeline if layout.has_two_versions else pipelined
         return make(model, mesh, layout, precision)
-    if mesh is None or layout.reducing == 1:
+    if mesh is None or layout.gradient_ranks == 1:
         return model
     if layout.zero == 0:
         return replicate(model, sharding_axes(mesh))

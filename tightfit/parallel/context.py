@@ -63,8 +63,8 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
     split = RowSplit(
         ring=layout.ring,
         ring_rank=0 if ring is None else ring.rank(),
-        exchanging=layout.exchanging,
-        exchanging_rank=0 if heads is None else heads.rank(),
+        ulysses_ranks=layout.ulysses_ranks,
+        ulysses_rank=0 if heads is None else heads.rank(),
     )
     methods = (model.token_positions, model.embed_tokens, model.forward_context, model.loss)
     context = Context(model, split, heads, ring, WholeRows(*methods))
@@ -138,7 +138,7 @@ class Context:
         own, length = positions.shape[1], positions.shape[1] * self.split.ranks
         ctx.mask = AttentionMask(own, own, x.device)  # for its sizes only: `attend` masks whole rows
         mask = AttentionMask(length, length, x.device, documents)
-        ctx.attend, ctx.heads_multiple = partial(self.attend, mask), self.split.exchanging
+        ctx.attend, ctx.heads_multiple = partial(self.attend, mask), self.split.ulysses_ranks
         for rope in ctx.rope_tables:
             if rope.scaling in BY_LONGEST_ROW:
                 ctx.rope_tables[rope] = self._tables_of_whole_rows(rope, x, length, documents)

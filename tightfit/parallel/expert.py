@@ -26,7 +26,7 @@ that hold the same columns. Where there are context ranks, expert ranks are data
 host waits for the row counts of every layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ from tightfit.kernels.recomputation import is_result_wanted, placeholder
 from tightfit.kernels.routed_mlp import Routing, by_row, combine, route
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.decoder import Decoder
-from tightfit.models.mlp import ExpertWeights
+from tightfit.models.mlp import ExpertWeights, SharedExpert
 from tightfit.parallel.mesh import ExpertAxes, expert_axes
 
 AXES = "expert_axes"
@@ -123,14 +123,14 @@ def _forward(
     tokens: Tensor,
     weights: Tensor,
     routing: Routing,
-    beside: Callable[[], Tensor] | None,
+    shared_expert: SharedExpert,
 ) -> tuple[Tensor, Tensor | None]:
     """In place of `ExpertWeights.forward`: this rank's tokens through the experts of all ranks."""
     exchange, local = plan_exchange(routing, group, experts.impl)
     if routing.drops:  # the buffer has room for more rows than are sent
         routing = routing._replace(tokens=routing.tokens[: sum(exchange.sent)])
     leaving = _Depart.apply(tokens, by_row(weights, routing), routing.tokens, routing.rows, exchange)
-    other = None if beside is None else beside()
+    other = None if shared_expert is None else shared_expert()
     rows, row_weights = _Arrive.apply(*leaving, exchange)
     made = experts.compute(rows, row_weights[:, None], local)
     return _Return.apply(made, routing.tokens, routing.rows, exchange), other

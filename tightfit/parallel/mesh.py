@@ -76,11 +76,11 @@ def _block_axes(reducing: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
 
 def _reducing_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
     """The mesh with data and context ranks on one axis (two for hybrid sharding); the mesh itself without either."""
-    if layout.copies == 1 and layout.context == 1:
+    if layout.zero_groups == 1 and layout.context == 1:
         return mesh
-    summed = {"data": layout.reducing}
-    if layout.copies > 1:
-        summed = dict(zip(HYBRID, (layout.copies, layout.reducing // layout.copies), strict=True))
+    summed = {"data": layout.gradient_ranks}
+    if layout.zero_groups > 1:
+        summed = dict(zip(HYBRID, (layout.zero_groups, layout.gradient_ranks // layout.zero_groups), strict=True))
     return _with_axes(mesh, {"data": summed, "context": {}})
 
 
@@ -96,8 +96,8 @@ def _expert_submeshes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]
     """Submeshes of experts: the expert axis, FSDP2's axes of experts, both (with tensor), and both without FSDP2's."""
     if layout.expert == 1:
         return {}
-    copies = {"replicate": layout.copies} if layout.copies > 1 else {}
-    holders = copies | {"expert_data": layout.reducing // layout.copies // layout.expert}
+    copies = {"replicate": layout.zero_groups} if layout.zero_groups > 1 else {}
+    holders = copies | {"expert_data": layout.gradient_ranks // layout.zero_groups // layout.expert}
     grid = _with_axes(mesh, {"data": holders | {"expert": layout.expert}, "context": {}})
     inner = ("expert", "tensor") if layout.tensor > 1 else ("expert",)
     return {
@@ -118,7 +118,7 @@ def _submeshes(mesh: DeviceMesh, reducing: DeviceMesh) -> dict[str, DeviceMesh]:
 
 def _context_axes(mesh: DeviceMesh, layout: Layout) -> dict[str, DeviceMesh]:
     """The axes of CONTEXT that have more than one rank."""
-    degrees = dict(zip(CONTEXT, (layout.ring, layout.exchanging), strict=True))
+    degrees = dict(zip(CONTEXT, (layout.ring, layout.ulysses_ranks), strict=True))
     used = [axis for axis, degree in degrees.items() if degree > 1]
     both = mesh if len(used) < len(CONTEXT) else _with_axes(mesh, {"context": degrees})
     return {axis: both["context" if both is mesh else axis] for axis in used}

@@ -149,7 +149,7 @@ class Pipeline(nn.Module):
 
     def _sum_over_data_ranks(self) -> None:
         """All-reduce gradients over data and context ranks, unless FSDP2 has reduced them."""
-        if self.layout.zero or self.layout.reducing == 1:
+        if self.layout.zero or self.layout.gradient_ranks == 1:
             return
         group = sharding_axes(self.mesh).get_group()
         elsewhere = set(expert_parameters(self.decoder))

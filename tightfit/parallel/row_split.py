@@ -18,13 +18,13 @@ class RowSplit:
 
     ring: int = 1
     ring_rank: int = 0
-    exchanging: int = 1
-    exchanging_rank: int = 0
+    ulysses_ranks: int = 1
+    ulysses_rank: int = 0
 
     @property
     def ranks(self) -> int:
         """All context ranks."""
-        return self.ring * self.exchanging
+        return self.ring * self.ulysses_ranks
 
     def ring_intervals(self, length: int) -> list[tuple[int, int]]:
         """Begin and end of the pieces that this rank's place in the ring has of a row of `length` tokens."""
@@ -36,7 +36,7 @@ class RowSplit:
     def intervals(self, length: int) -> list[tuple[int, int]]:
         """Begin and end of the tokens that this rank has of a row of `length` tokens."""
         own = length // self.ranks
-        first, found, offset = self.exchanging_rank * own, [], 0
+        first, found, offset = self.ulysses_rank * own, [], 0
         for begin, end in self.ring_intervals(length):
             low, high = max(first, offset), min(first + own, offset + end - begin)
             if low < high:

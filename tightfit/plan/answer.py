@@ -29,7 +29,7 @@ from tightfit.plan.search.candidate import Candidate
 from tightfit.plan.search.changes import Change, changes
 from tightfit.plan.search.fill import fill_card
 from tightfit.plan.search.pins import Pins
-from tightfit.plan.search.search import TOLD, search
+from tightfit.plan.search.search import REPORTED_KINDS, search
 from tightfit.plan.search.space import SearchSpace
 
 DEFAULT_LENGTH = 4096
@@ -133,7 +133,7 @@ def answer(question: Question) -> Answer:
     found = search(question.space)
     best = found.best or found.nearest
     plan = question.plan(fill_card(question.space, best) if found.best else best)
-    others = tuple(each for each in found.plans if each is not best)[: TOLD - 1]
+    others = tuple(each for each in found.plans if each is not best)[: REPORTED_KINDS - 1]
     needed = () if plan.fits else tuple(changes(question.space))
     notes = tuple(notes_on(plan, question.positions))
     return Answer(plan=plan, alternatives=others, changes=needed, notes=notes, layouts=found.layouts)

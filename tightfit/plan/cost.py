@@ -18,8 +18,8 @@ M micro-batches run through the slowest pipeline rank. Each cause has its file i
 | copies to and from the host | forward and backward (seconds/offload.py) |
 
 Synchronous cards wait for the slowest of them (seconds/stragglers.py). Not modelled: data loading. `Costs` belongs to
-one workload and machine; `Costs.of` computes once what depends on the layout alone, so that a search can try many
-levers on it (`LayoutCost.step`).
+one workload and machine; `Costs.layout_cost` computes once what depends on the layout alone, so that a search can
+try many levers on it (`LayoutCost.step`).
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ states_key = attrgetter(
     "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
 )
 """Cache key: the fields of a Layout on which a rank's weights and states depend."""
-tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "exchanging", "ring")
+tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "ulysses_ranks", "ring")
 """Cache key: the fields of a Layout on which a layer's time depends."""
 
 
@@ -80,7 +80,7 @@ class Costs:
         self.rates = card_rates(workload, machine, self.efficiency)
         self.group = cache(partial(Group, machine))
         """From (stride, size) to the Group of ranks."""
-        self.of = cache(partial(LayoutCost, self))
+        self.layout_cost = cache(partial(LayoutCost, self))
         """From a Layout to its LayoutCost."""
         self._layers: dict[object, LayerTime] = {}
         self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
@@ -106,7 +106,7 @@ class Costs:
 
     def step(self, layout: Layout, levers: Levers) -> StepTime:
         """One optimizer step."""
-        return self.of(layout).step(levers)
+        return self.layout_cost(layout).step(levers)
 
 
 class LayoutCost:
@@ -144,7 +144,7 @@ class LayoutCost:
         routed_bytes = self.stream_bytes if workload.engine.routes_split_tokens else hidden_bytes
         sent_s = expert_one_way_s(experts, spec, layers=self.layers, hidden_bytes=routed_bytes)
         self.expert_s = (1 - workload.engine.expert_hidden_share) * sent_s
-        stages = costs.group(tensor * layout.reducing, layout.pipeline)
+        stages = costs.group(tensor * layout.gradient_ranks, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
         if workload.engine.overlaps_sends:
             self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
@@ -247,7 +247,7 @@ class LayoutCost:
             return card_s
         if levers.update_in_backward:
             return card_s + self.costs.host_share * late_update_launch_s(self.costs.workload.spec, self.layers)
-        return card_s if self._updates_unseen(levers) else max(card_s, self._update_launch_s(levers))
+        return card_s if self._launches_update_before_loss(levers) else max(card_s, self._update_launch_s(levers))
 
     def _idle_s(self, levers: Levers, launches_s: float) -> float:
         """Idle seconds of a card though its host is ahead; 0 in a pipeline, whose ranks wait for each other instead."""
@@ -255,7 +255,7 @@ class LayoutCost:
             return 0.0
         if levers.update_in_backward and self.is_captured(levers):  # no update runs while the host prepares a replay
             return GAP_SHARE * launches_s + self._replay().forward_s
-        if self._updates_unseen(levers) or self.is_captured(levers):
+        if self._launches_update_before_loss(levers) or self.is_captured(levers):
             return GAP_SHARE * launches_s
         return 1e-3 * self.costs.launch_share * STEP_IDLE_MS
 
@@ -302,7 +302,7 @@ class LayoutCost:
         at least until the loss's backward is launched.
         """
         forward_s, host_backward_s = card.forward_s, launches.backward_s
-        if self._updates_unseen(levers):
+        if self._launches_update_before_loss(levers):
             host_backward_s += self._update_launch_s(levers) / max(1, self.micro_batches)
             forward_s += update_s / max(1, self.micro_batches)
         forward_late_s = max(0.0, launches.forward_s - forward_s)
@@ -312,11 +312,11 @@ class LayoutCost:
         late_s = launches.forward_s + host_backward_s - forward_s - card.backward_s
         return PassSeconds(forward_late_s, max(0.0, late_s - forward_late_s))
 
-    def _updates_unseen(self, levers: Levers) -> bool:
+    def _launches_update_before_loss(self, levers: Levers) -> bool:
         """Whether the host launches the update before it reads the loss; torch's AdamW skips non-finite gradients by
         itself."""
         workload = self.costs.workload
-        return workload.engine.updates_unseen and is_torch_adamw(levers, wide=workload.updates_wide)
+        return workload.engine.launches_update_before_loss and is_torch_adamw(levers, wide=workload.updates_wide)
 
     def _update_s(self, levers: Levers) -> float:
         """The card's seconds of AdamW and of summing gradients over micro-batches."""

@@ -153,7 +153,7 @@ def one_gpu_note(plan: Plan) -> str | None:
 def _captured_s(plan: Plan, costs: Costs, layout: Layout) -> float | None:
     """Seconds of the plan's step on one card as a CUDA graph; None if it cannot be captured or does not fit."""
     try:
-        captured = costs.of(layout).is_captured(plan.levers)
+        captured = costs.layout_cost(layout).is_captured(plan.levers)
         fits = _fits(plan, layout)
     except UserError:  # a budget of activations that is too small for one card
         return None

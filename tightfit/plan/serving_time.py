@@ -42,7 +42,7 @@ PACKED_PRODUCTS_SHARE = 0.36
 """Share of the usual rate of products that kernels on packed weights reach for more than FEW_TOKENS."""
 MULTIPLIED_BITS = (2, 4, 8)
 """Widths of integers that kernels read packed; weights of other widths are always dequantized."""
-FEW_TOKENS, MOST_OUTLIER_BITS = 16, 4
+MOST_OUTLIER_TOKENS, MOST_OUTLIER_BITS = 16, 4
 """Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/spqr_linear.py."""
 
 OUTLIERS_READ_SHARE = 0.16  # one row × 4096 × 14336 in 3 bits takes 46 µs on an H200
@@ -67,7 +67,7 @@ class PackedProducts:
         if scheme.kind == "fp8":
             return cls(read_share=read_share, most_tokens=SOME_TOKENS_FP8)
         if scheme.outliers and scheme.bits <= MOST_OUTLIER_BITS:
-            return cls(read_share=OUTLIERS_READ_SHARE, most_tokens=FEW_TOKENS)
+            return cls(read_share=OUTLIERS_READ_SHARE, most_tokens=MOST_OUTLIER_TOKENS)
         is_multiplied = scheme.kind == "int" and scheme.bits in MULTIPLIED_BITS and not scheme.outliers
         return cls(read_share=read_share, most_tokens=SOME_TOKENS if is_multiplied else 0)
 

@@ -7,7 +7,6 @@ gets warm lowers its clock.
 
 import gc
 import platform
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
@@ -16,11 +15,11 @@ import torch
 from tightfit.hardware.calibration import CPU, Calibration
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.hardware.cpu_rates import CpuRates
+from tightfit.printable import Say
 from tightfit.prove.rates import LinkBuffers, attention_times, copy_ms, layer_launch_ms, products, sustained_tflop_s
 from tightfit.prove.timing import looped_ms
 from tightfit.serve.cpu_timing import measure_cpu_rates
 
-Say = Callable[[str], None]
 NUMBERS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LONG_ENOUGH_MS = 5.0
 LARGEST = {"cuda": 8192, "cpu": 2048}

@@ -136,7 +136,7 @@ def miniature(target: CheckTarget) -> CheckTarget:
 
 def _small(spec: ModelSpec, layout: Layout, length: int) -> ModelSpec:
     t = layout.tensor_axes[2]  # ranks that share heads and columns
-    sharing_heads = t * layout.exchanging
+    sharing_heads = t * layout.ulysses_ranks
     blocks = t * t if layout.tensor_mesh == "3d" else t
     kv_heads = min(sharing_heads, spec.kv_heads) if spec.latent is None else max(2, sharing_heads)
     heads = max(sharing_heads, kv_heads * min(2, spec.heads // spec.kv_heads))

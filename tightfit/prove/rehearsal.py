@@ -21,7 +21,7 @@ from tightfit.jobs.quantize import NOT_QUANTIZED
 from tightfit.jobs.workload import Workload
 from tightfit.levers.adapter import attach
 from tightfit.levers.policy.offload import offloads_states
-from tightfit.levers.policy.segments import grows_segments
+from tightfit.levers.policy.segments import uses_expandable_segments
 from tightfit.memory.allocator import CachingAllocator
 from tightfit.memory.extrapolation import depths, extrapolated
 from tightfit.memory.formulas.gradients import has_buckets
@@ -131,7 +131,7 @@ def _replay(
     """The replay of the whole model or stage where tracing is quick, else extrapolated from two shallow models."""
 
     def replay(trace: Trace) -> Replay:
-        allocator = GrowingAllocator() if grows_segments(layout) else CachingAllocator()
+        allocator = GrowingAllocator() if uses_expandable_segments(layout) else CachingAllocator()
         return trace.replay(allocator, captured=captured, update_captured=levers.update_in_backward)
 
     layers, period = workload.spec.layers, max(1, levers.checkpoint_every)

@@ -16,7 +16,7 @@ MEASURED_STEPS = 2
 
 def print_fit(fitted: Fitted, *, as_json: bool) -> None:
     """Print the lines about the fit; to stderr where stdout has JSON."""
-    for line in fitted.said:
+    for line in fitted.lines:
         print(printable(line), file=sys.stderr if as_json else sys.stdout)
 
 

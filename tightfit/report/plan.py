@@ -37,8 +37,8 @@ COLOURS: dict[Component, str] = {
 }
 
 
-def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], said: list[str]) -> None:
-    """Print the whole answer; `extra` goes into the JSON object, `said` are lines about files written."""
+def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], lines: list[str]) -> None:
+    """Print the whole answer; `extra` goes into the JSON object, `lines` are about files written."""
     if as_json:
         return print_json({**answer.to_json(), **extra})
     console = Console(highlight=False)
@@ -55,7 +55,7 @@ def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], sai
         console.print(_estimators(extra["estimators"]))
     for change in answer.changes:
         console.print(f"  would fit with {escape(str(change))}")
-    for sentence in (*answer.notes, *said):
+    for sentence in (*answer.notes, *lines):
         console.print(f"[dim]· {escape(sentence)}[/dim]", soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ from tightfit.jobs.quantize import NOT_QUANTIZED, Quantize
 from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
 from tightfit.levers.fake_quantize import round_weights
-from tightfit.levers.offload import filled_on
+from tightfit.levers.offload import fill_device
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
@@ -45,7 +45,7 @@ def unfilled(
     if layout.zero == 0 and layout.tensor * layout.pipeline > 1:
         return blank_decoder(spec, "meta", torch.float32)
     if layout.zero == 0:
-        return blank_decoder(spec, filled_on(levers, device), torch.float32)
+        return blank_decoder(spec, fill_device(levers, device), torch.float32)
     return blank_decoder(spec, "meta", torch.float32 if keeps_master_weights(precision) else COMPUTE_DTYPES[precision])
 
 
@@ -83,25 +83,28 @@ def assemble(
     if layout.zero:
         module = apply(model, mesh, layout, levers, precision)
         if next(model.parameters()).is_meta:
-            materialise(model, filled_on(levers, device))
+            materialise(model, fill_device(levers, device))
             settle_shards(module)
         fill(model)
-        beside = round_weights(model, quantize)
         return module, make_optimizer(
-            model, device=device, counted_elsewhere=counted_elsewhere(model), module=module, beside=beside
+            model,
+            extra_parameters=round_weights(model, quantize),
+            device=device,
+            counted_elsewhere=counted_elsewhere(model),
+            module=module,
         )
     if next(model.parameters()).is_meta:
-        materialise(model, filled_on(levers, device))
+        materialise(model, fill_device(levers, device))
     fill(model)
     if not masters and next(model.parameters()).dtype != dtype:
         model = model.to(dtype)
     optimizer = make_optimizer(
         model,
-        beside=round_weights(model, quantize),
+        extra_parameters=round_weights(model, quantize),
         device=device,
-        keep_gradient_memory=layout.reducing > 1 and layout.pipeline == 1,
+        keep_gradient_memory=layout.gradient_ranks > 1 and layout.pipeline == 1,
         counted_elsewhere=counted_elsewhere(model),
-        in_no_bucket=frozenset(expert_parameters(model)),
+        not_replicated=frozenset(expert_parameters(model)),
     )
     module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
     if isinstance(module, TwoVersionPipeline):

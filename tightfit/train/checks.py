@@ -25,12 +25,13 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage, refuse_saving_shortage
+from tightfit.printable import Say
 from tightfit.train.checkpoints.directory import Position, read_position
 from tightfit.train.checkpoints.room import refuse_full_disk
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
 from tightfit.train.distillation import check_teacher, teacher_source, teacher_spec
 from tightfit.train.precision import choose_precision
-from tightfit.train.run_data import RunData, Say, find_data, find_tokenizer, tell_lost
+from tightfit.train.run_data import RunData, find_data, find_tokenizer, warn_of_lost_answers
 from tightfit.train.trackers import require_trackers
 
 
@@ -133,7 +134,7 @@ def _found(
         data = find_data(job, spec, tokenizer, show_bars)
     store = data.store
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
-    tell_lost(data.train, say)
+    warn_of_lost_answers(data.train, say)
     _refuse_split(spec, job)
     if checkpoint is not None:
         refuse_other_shape(checkpoint, spec)

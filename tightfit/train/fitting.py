@@ -37,7 +37,7 @@ class Fitted:
 
     job: Job
     plan: Plan | None
-    said: tuple[str, ...]
+    lines: tuple[str, ...]
 
 
 def fit_job(job: Job, cap_bytes: int | None = None) -> Fitted:

@@ -31,7 +31,13 @@ from tightfit.models.loading import LoadedModel, load_model
 from tightfit.parallel.mesh import init_distributed
 from tightfit.parallel.ranks import LateMax, Ranks
 from tightfit.plan.mfu import token_flops
-from tightfit.train.checkpoints.directory import Position, checkpoint_path, gathered, save_checkpoint, what_is_safe
+from tightfit.train.checkpoints.directory import (
+    Position,
+    checkpoint_path,
+    gathered,
+    last_checkpoint_sentence,
+    save_checkpoint,
+)
 from tightfit.train.checkpoints.sharded import ShardedSaver
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.distillation import teacher_spec
@@ -48,7 +54,7 @@ from tightfit.train.progress import RunProgress
 from tightfit.train.quantized_result import quantized_parts, write_quantized
 from tightfit.train.run_directory import Decision, OpenedRun, Start, decide, opened, recover
 from tightfit.train.schedule import lr_ratio
-from tightfit.train.segments import grow_segments
+from tightfit.train.segments import use_expandable_segments
 from tightfit.train.short_collections import short_collections
 from tightfit.train.step import Batch, NotFiniteError, StepResult, train_step
 from tightfit.train.stopping import StopRequest
@@ -104,7 +110,7 @@ def run_job(
     if sentence := job.refusal():
         raise UserError(sentence)
     with init_distributed(job.layout, choose_device(job.device)) as (mesh, device), ExitStack() as stack:
-        grow_segments(job.layout, device)
+        use_expandable_segments(job.layout, device)
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
         decision = _agreed(ranks, lambda: _decided(job.output, start))
@@ -208,7 +214,7 @@ class _Run:
         p = self.p
         with RunProgress(p.total_steps, self.step, self.quiet) as self.progress:
             self.side_files = SideFiles(self.progress.say)
-            self.request = StopRequest(self.progress.say, lambda: what_is_safe(self.job.output))
+            self.request = StopRequest(self.progress.say, lambda: last_checkpoint_sentence(self.job.output))
             with self._metrics_log() as self.metrics, self.request.heard():
                 if self.step == 0:
                     self.start = self._evaluate()
@@ -273,10 +279,7 @@ class _Run:
             with self._explained():
                 return buffered.take(micro_batches, p.device, lr, self._in_phase, self.ranks)
         self._flush()
-        with (
-            self._explained(),
-            recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files),
-        ):
+        with self._explained(), recorded(p.module, self.step + 1, self.ranks, self.job.output, self.side_files):
             return train_step(
                 p.module,
                 p.optimizer,
@@ -308,7 +311,7 @@ class _Run:
         except torch.OutOfMemoryError as error:
             workload = Workload.of_job(self.job, p.model.spec, p.precision, teacher_spec(self.job))
             running = Running(self.job, workload, p.model, p.optimizer, p.device)
-            safe = what_is_safe(self.job.output)
+            safe = last_checkpoint_sentence(self.job.output)
             raise RunOutOfMemoryError(shortage_of(error, running, failed, self.phase, safe)) from None
 
     def _not_finite(self, error: NotFiniteError, step: int) -> str:
@@ -317,7 +320,7 @@ class _Run:
         lower = f"-o optimizer.lr={self.job.optimizer.lr / 2:g}"
         again = f"--resume {lower}" if self.saved is not None else f"{lower}, from the beginning,"
         return (
-            f"step {step}: {error}; training stopped {when} {what_is_safe(self.job.output)}; the same "
+            f"step {step}: {error}; training stopped {when} {last_checkpoint_sentence(self.job.output)}; the same "
             f"settings would come to the same step: go on with {again} or a longer schedule.warmup_steps, and look for "
             "odd data"
         )
@@ -455,8 +458,7 @@ class _Run:
             return None
         memory_bytes = torch.cuda.get_device_properties(p.device).total_memory
         peak = peak_flops(device_name(p.device), memory_bytes, p.precision)
-        frozen = self.job.adapter.rank is not None
-        flops = token_flops(p.model.spec, self.job.data.sequence_length, frozen=frozen)
+        flops = token_flops(p.model.spec, self.job.data.sequence_length, frozen=self.job.adapter.rank is not None)
         spent = self.pace.tokens_per_second * flops
         return None if peak is None else spent / (peak * self.ranks.processes)
 

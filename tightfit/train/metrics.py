@@ -7,7 +7,7 @@ Metrics never fail a run: the first row that cannot be written (a full disk) is 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +16,12 @@ from typing import Any, Self
 from tightfit.bounded_files import read_bounded
 from tightfit.durable import durable_file
 from tightfit.errors import UserError
+from tightfit.printable import Say
 from tightfit.train.trackers import Tracker, numbers
 
 METRICS_FILE = "metrics.jsonl"
 LARGEST_BYTES = 2**30
 LONGEST_ROW_BYTES = 10_000
-Say = Callable[[str], None]
 
 
 class SideFiles:

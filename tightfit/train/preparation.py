@@ -3,7 +3,6 @@
 This is where memory is allocated, after all checks (checks.py). Nothing is written here.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_sharded, load_into
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.parallel.ranks import Ranks
+from tightfit.printable import Say
 from tightfit.train.assembly import assemble, unfilled
 from tightfit.train.checkpoints.directory import restore_training_state, restore_weights
 from tightfit.train.checkpoints.sharded import restore_sharded_states
@@ -32,8 +32,6 @@ from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import COMPUTE_DTYPES, LossScale
 from tightfit.train.run_data import Rows
 from tightfit.train.step_graph import StepGraph, step_graph
-
-Say = Callable[[str], None]
 
 
 @dataclass

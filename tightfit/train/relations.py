@@ -6,7 +6,7 @@ from queries and keys, as fused attention keeps none: B · heads · T² numbers 
 
 The contrastive loss (InfoNCE, van den Oord et al. 2018; Tian et al. 2019 for distillation) pulls every student
 embedding nearer to the teacher's of the same token than to those of other tokens of the micro-batch, of which at most
-`CONTRASTED` take part, evenly spaced.
+`MOST_CONTRASTED_TOKENS` take part, evenly spaced.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tightfit.models.decoder import Attention, ForwardContext
 
-CONTRASTED = 512
+MOST_CONTRASTED_TOKENS = 512
 TEMPERATURE = 0.1
 SMALLEST = 1e-9
 
@@ -44,7 +44,7 @@ def map_distance(student: Tensor, teacher: Tensor, counted: Tensor) -> Tensor:
 def contrastive_loss(student: Tensor, teacher: Tensor, counted: Tensor) -> Tensor:
     """InfoNCE of embeddings [B, T, H] of equal width, times the number of counted tokens."""
     places = counted.flatten().nonzero()[:, 0]
-    places = places[:: max(len(places) // CONTRASTED, 1)][:CONTRASTED]
+    places = places[:: max(len(places) // MOST_CONTRASTED_TOKENS, 1)][:MOST_CONTRASTED_TOKENS]
     if len(places) < 2:
         return student.sum() * 0.0
     mine, theirs = (F.normalize(x.flatten(0, 1)[places].float(), dim=-1) for x in (student, teacher))

@@ -7,7 +7,7 @@ would lose most of its answers is refused.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from tightfit.jobs.job import Job
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.spec import ModelSpec
 from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.printable import Say
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText
 from tightfit.train.data.held_out import StorePart, split
@@ -30,7 +31,6 @@ from tightfit.train.data.token_store import TokenStore
 
 Rows = Dataset[dict[str, Tensor]]
 PackedRows = PackedText | PackedChats
-Say = Callable[[str], None]
 MOST_LOST = 0.5
 """The largest share of the answers' tokens that may be lost to rows that are too short."""
 
@@ -132,11 +132,11 @@ def find_data(job: Job, spec: ModelSpec, tokenizer: Tokenizer, show_bars: bool) 
     )
 
 
-def tell_lost(rows: PackedRows | Mixture, say: Say) -> None:
+def warn_of_lost_answers(rows: PackedRows | Mixture, say: Say) -> None:
     """Warn of conversations that do not fit into rows; refuse the data where more than MOST_LOST is lost."""
     if isinstance(rows, Mixture):
         for part in rows.parts:
-            tell_lost(part, say)
+            warn_of_lost_answers(part, say)
         return
     if not isinstance(rows, PackedChats) or not rows.truncated + rows.dropped:
         return

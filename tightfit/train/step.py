@@ -232,7 +232,7 @@ def _over_all_ranks(part: Tensor, optimizer: MasterAdamW, ranks: Ranks) -> tuple
     if ranks.processes == 1:
         assert optimizer.is_whole or dist.get_world_size() == 1, "sharded parameters need `ranks`"
         return part, global_norm(optimizer.gradients)
-    optimizer.sum_beside(ranks)
+    optimizer.sum_extra_gradients(ranks)
     mean, squares = ranks.sum_over_all(loss_and_squares(part, optimizer, ranks)).unbind()
     return mean.float(), squares.sqrt().float()
 

@@ -267,7 +267,7 @@ def is_captured(workload: Workload, layout: Layout, levers: Levers, device: torc
         machine = local_machine(0, f"{torch.cuda.get_device_name(device)}, {total // 2**20}")
     except UserError:
         return may_capture(workload, layout, levers)
-    return Costs(workload, machine).of(layout).is_captured(levers)
+    return Costs(workload, machine).layout_cost(layout).is_captured(levers)
 
 
 def _weights_of(optimizer: MasterAdamW) -> list[Tensor]:

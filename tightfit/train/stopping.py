@@ -17,15 +17,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopRequest:
     """The signal that this process was sent, if any."""
 
-    def __init__(self, say: Callable[[str], None], what_is_safe: Callable[[], str]) -> None:
+    def __init__(self, say: Callable[[str], None], last_checkpoint_sentence: Callable[[], str]) -> None:
         self.signal: int | None = None
-        self._say, self._what_is_safe, self._began = say, what_is_safe, 0.0
+        self._say, self._last_checkpoint_sentence, self._began = say, last_checkpoint_sentence, 0.0
 
     def _ask(self, number: int, _: object) -> None:
         if self.signal is not None and time.monotonic() - self._began < SAME_REQUEST_S:
             return
         if self.signal is not None:
-            self._say(f"{signal.Signals(number).name} again: stopping at once; {self._what_is_safe()}")
+            self._say(f"{signal.Signals(number).name} again: stopping at once; {self._last_checkpoint_sentence()}")
             raise KeyboardInterrupt
         self._began, self.signal = time.monotonic(), number
         self._say(f"{signal.Signals(number).name}: finishing the step and saving; once more stops at once")

@@ -2,20 +2,20 @@
 
 from tightfit.levers.policy.offload import (
     IN_FLIGHT_BYTES,
+    count_that_fit,
     deferred_bytes,
     offloaded_count,
     stored_bytes,
-    whole_that_fit,
 )
 
 
 def test_nothing_is_taken_after_the_first_that_does_not_fit() -> None:
-    assert whole_that_fit([4, 3, 5, 1], 7) == 2
-    assert whole_that_fit([4, 3, 5, 1], 8) == 2
-    assert whole_that_fit([4, 3, 5, 1], 13) == 4
-    assert whole_that_fit([4], 3) == 0
-    assert whole_that_fit([4], -1) == 0
-    assert whole_that_fit([], 0) == 0
+    assert count_that_fit([4, 3, 5, 1], 7) == 2
+    assert count_that_fit([4, 3, 5, 1], 8) == 2
+    assert count_that_fit([4, 3, 5, 1], 13) == 4
+    assert count_that_fit([4], 3) == 0
+    assert count_that_fit([4], -1) == 0
+    assert count_that_fit([], 0) == 0
 
 
 def test_what_is_on_its_way_counts_among_what_may_wait() -> None:

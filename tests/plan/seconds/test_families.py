@@ -35,7 +35,7 @@ def cost(model: str | ModelSpec, length: int, rows: int = 1) -> LayoutCost:
     spec = resolve_spec(model) if isinstance(model, str) else model
     spec = replace(spec, max_positions=max(length, spec.max_positions))
     workload = Workload(spec=spec, sequence_length=length, global_batch=rows)
-    return Costs(workload, H200).of(Layout(micro_batch=rows))
+    return Costs(workload, H200).layout_cost(Layout(micro_batch=rows))
 
 
 def test_windows_and_caps_take_our_attention_kernel() -> None:
@@ -79,7 +79,7 @@ def test_an_odd_vocabulary_slows_the_head_on_hopper_alone() -> None:
         Costs(
             Workload(spec=replace(resolve_spec("gpt2"), vocab_size=size), sequence_length=1024, global_batch=1),
             parse_machine("A100-80GB"),
-        ).of(Layout(micro_batch=1))
+        ).layout_cost(Layout(micro_batch=1))
         for size in (50_257, 50_304)
     ]
     assert on_a100[0].layer.head_forward_s == pytest.approx(on_a100[1].layer.head_forward_s, rel=0.01)
@@ -127,7 +127,7 @@ def test_the_link_stands_still_while_a_layers_long_kernels_run() -> None:
     still = {}
     for length in (2048, 32_768):
         asked = question("llama-3.1-8b", "H200", length, 1)
-        cost = Costs(asked.workload, asked.machine).of(Layout(micro_batch=1))
+        cost = Costs(asked.workload, asked.machine).layout_cost(Layout(micro_batch=1))
         again = recompute(asked.workload, cost.layout, levers, cost.layer, 32)
         kernels = long_kernels(asked.workload.spec, cost.layer, levers, again, 32)
         still[length] = kernels.still(forward_ahead_s=0.6e-3, backward_ahead_s=3e-3)

@@ -39,7 +39,7 @@ SHORT = LongKernels(layers=1, forward_s=[], backward_s=[])
 
 def frame(model: str, length: int, rows: int = 1, on: str = "H200", layout: Layout = ONE) -> LayoutCost:
     asked = question(model, on, length, rows, precision="bf16")
-    return Costs(asked.workload, asked.machine).of(layout)
+    return Costs(asked.workload, asked.machine).layout_cost(layout)
 
 
 def launched_s(found: StepTime) -> float:
@@ -104,7 +104,7 @@ def test_a_step_that_a_slow_host_would_hold_up_is_a_graph() -> None:
     assert not long.is_captured(Levers()), "which gains nothing"
     assert long.is_captured(Levers(cuda_graph="always"))
     asked = question("smollm2-135m", "2xH200", 512, 8)
-    assert not Costs(asked.workload, asked.machine).of(Layout(micro_batch=4, data=2)).is_captured(Levers())
+    assert not Costs(asked.workload, asked.machine).layout_cost(Layout(micro_batch=4, data=2)).is_captured(Levers())
 
 
 def test_a_graph_of_a_whole_step_leaves_the_host_its_batch() -> None:
@@ -126,11 +126,13 @@ def test_what_is_captured_depends_on_the_card_and_not_on_the_host_of_today() -> 
     fast, slow = (question("smollm2-135m", card, 2048, 8) for card in ("H200", "T4"))
     for asked, expected in ((fast, True), (slow, False)):
         found = {
-            Costs(asked.workload, asked.machine, layer_launch_ms=ms).of(Layout(micro_batch=8)).is_captured(Levers())
+            Costs(asked.workload, asked.machine, layer_launch_ms=ms)
+            .layout_cost(Layout(micro_batch=8))
+            .is_captured(Levers())
             for ms in (0.5, 3.0, 20.0)
         }
         assert found == {expected}
-    cost = Costs(slow.workload, slow.machine).of(Layout(micro_batch=8))
+    cost = Costs(slow.workload, slow.machine).layout_cost(Layout(micro_batch=8))
     assert cost.step(Levers()).compute_s > SLOW_HOST * 1e-3 * (sum(REST) + 30 * sum(LAYER[""]))
 
 

@@ -23,14 +23,14 @@ def a_ring_is_of_context_ranks(layout: "Layout") -> str | None:
 @rule(RUN_RULES, "layout.context", "layout.ring", "layout.tensor", "layout.tensor_mesh", "model")
 def context_ranks_share_heads(run: Run) -> str | None:
     layout, spec = run.layout, run.spec
-    if spec is None or layout.exchanging == 1:
+    if spec is None or layout.ulysses_ranks == 1:
         return None
     side = layout.tensor_axes[2]  # tensor ranks that share heads
     if layout.tensor_mesh == "1d" and indivisible(spec, side):  # refused by tensor.py, and on meshes by tensor_mesh.py
         return None
     if layout.tensor_mesh != "1d" and indivisible_blocks(spec, layout.tensor_mesh, side):
         return None
-    return unshared_heads(spec, side, layout.exchanging, layout.context)
+    return unshared_heads(spec, side, layout.ulysses_ranks, layout.context)
 
 
 @rule(RUN_RULES, "layout.context", "layout.ring", "data.sequence_length")

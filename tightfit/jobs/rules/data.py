@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 @rule(LAYOUT_RULES, "zero", "data")
 def zero_needs_ranks(layout: "Layout") -> str | None:
-    if layout.zero and layout.reducing == 1:
+    if layout.zero and layout.gradient_ranks == 1:
         return f"layout.zero is {layout.zero}, but one data rank has nobody to split with; raise layout.data"
     return None
 

@@ -8,7 +8,7 @@ from tightfit.jobs.rules.rule import DEEPSPEED_RULES, Run, rule
 if TYPE_CHECKING:
     from tightfit.jobs.layout import Layout
 
-BESIDE_DEEPSPEED = tuple(row.name for row in LEVER_TABLE if row.beside_deepspeed)
+WORK_WITH_DEEPSPEED = tuple(row.name for row in LEVER_TABLE if row.works_with_deepspeed)
 """Levers that change what happens inside a layer or its loss, or that DeepSpeed has itself."""
 
 
@@ -56,7 +56,7 @@ def deepspeed_keeps_masters(run: Run) -> str | None:
 @rule(DEEPSPEED_RULES, "levers")
 def deepspeed_has_no_other_levers(run: Run) -> str | None:
     for name, value in run.levers:
-        if name not in BESIDE_DEEPSPEED and value != type(run.levers).model_fields[name].default:
+        if name not in WORK_WITH_DEEPSPEED and value != type(run.levers).model_fields[name].default:
             return (
                 f"levers.{name} is {value}, which engine deepspeed does not do; leave it out or set engine to tightfit"
             )

@@ -1,6 +1,6 @@
 """Settings that a teacher does not go with."""
 
-from tightfit.jobs.lever_table import computes_again
+from tightfit.jobs.lever_table import recomputes
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 
@@ -19,7 +19,7 @@ def a_student_is_whole(run: Run) -> str | None:
 
 @rule(RUN_RULES, "distill.features", "levers")
 def features_are_kept(run: Run) -> str | None:
-    if run.compares_features and computes_again(run.levers):
+    if run.compares_features and recomputes(run.levers):
         return (
             "distill.features compares hidden states of layers, but levers recompute or tile layers; keep all "
             "activations or set distill.features=0"

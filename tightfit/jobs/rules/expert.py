@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @rule(LAYOUT_RULES, "expert", "data")
 def expert_ranks_are_data_ranks(layout: "Layout") -> str | None:
-    if layout.reducing % layout.expert:
+    if layout.gradient_ranks % layout.expert:
         return (
-            f"layout.expert is {layout.expert}, which does not divide the {layout.reducing} data × context ranks; "
-            "change one"
+            f"layout.expert is {layout.expert}, which does not divide the {layout.gradient_ranks} data × context "
+            "ranks; change one"
         )
     return None
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tightfit.jobs.lever_table import computes_again
+from tightfit.jobs.lever_table import recomputes
 from tightfit.jobs.rules.rule import LAYOUT_RULES, RUN_RULES, Run, rule
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def pipelines_shard_optimizer_states_at_most(run: Run) -> str | None:
 
 @rule(RUN_RULES, "layout.schedule", "levers")
 def zero_bubble_keeps_activations(run: Run) -> str | None:
-    if run.layout.splits_backward and computes_again(run.levers):
+    if run.layout.splits_backward and recomputes(run.levers):
         return (
             f"layout.schedule is {run.layout.schedule}, which goes backward twice, for inputs and for weights, and "
             "would recompute layers both times; take 1f1b, or keep all activations"

@@ -29,18 +29,18 @@ def indivisible(spec: ModelSpec, tensor: int) -> str | None:
     return None
 
 
-def unshared_heads(spec: ModelSpec, tensor: int, exchanging: int, context: int) -> str | None:
-    """A sentence if `exchanging` of the `context` ranks cannot share evenly the heads of one of `tensor` ranks.
+def unshared_heads(spec: ModelSpec, tensor: int, ulysses_ranks: int, context: int) -> str | None:
+    """A sentence if `ulysses_ranks` of the `context` ranks cannot share evenly the heads of one of `tensor` ranks.
 
     Each gets some of the query heads and the key heads these use; with fewer key heads than ranks, several ranks get
     the same one.
     """
     heads, kv_heads = spec.heads // tensor, max(1, spec.kv_heads // tensor)
-    if heads % exchanging == 0 and (kv_heads % exchanging == 0 or exchanging % kv_heads == 0):
+    if heads % ulysses_ranks == 0 and (kv_heads % ulysses_ranks == 0 or ulysses_ranks % kv_heads == 0):
         return None
     split = f", after {tensor} tensor ranks have shared them" if tensor > 1 else ""
     return (
-        f"{exchanging} of layout.context={context} ranks exchange heads, but the model has {heads} query and "
+        f"{ulysses_ranks} of layout.context={context} ranks exchange heads, but the model has {heads} query and "
         f"{kv_heads} key heads{split}; set layout.ring so that context / ring divides them, or to {context}"
     )
 

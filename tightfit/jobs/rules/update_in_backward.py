@@ -19,7 +19,7 @@ def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
             f"{what}, but a pipeline's micro-batches add theirs up, and with one micro-batch all but one of "
             f"layout.pipeline={layout.pipeline} ranks would wait; set layout.pipeline=1, or leave the lever out"
         )
-    if layout.reducing > 1 and not layout.zero:
+    if layout.gradient_ranks > 1 and not layout.zero:
         return f"{what}, but layout.zero is 0, where DDP's buckets hold all of them; set layout.zero to 1, 2 or 3"
     if run.precision == "fp16":
         return "levers.update_in_backward needs gradients that cannot overflow, but precision is fp16; set it to bf16"

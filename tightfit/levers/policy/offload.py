@@ -36,7 +36,7 @@ def offloads_weights(levers: "Levers") -> bool:
     return levers.offload == "weights"
 
 
-def whole_that_fit(sizes_bytes: Iterable[float], room_bytes: float) -> int:
+def count_that_fit(sizes_bytes: Iterable[float], room_bytes: float) -> int:
     """How many of the sizes, taken in order, fit; counting stops at the first that does not.
 
     This chooses the matrices whose states stay on the GPU (levers.offload_keep_bytes: embedding and head first, then

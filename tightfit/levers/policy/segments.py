@@ -13,6 +13,6 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SETTING = "expandable_segments:True"
 
 
-def grows_segments(layout: Layout) -> bool:
+def uses_expandable_segments(layout: Layout) -> bool:
     """Whether runs of `layout` use expandable segments, unless the environment sets the allocator."""
     return layout.context > 1

@@ -16,7 +16,7 @@ import math
 
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, deferred_bytes, whole_that_fit
+from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, count_that_fit, deferred_bytes
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.stage import LayerVisit, StageMemory
 from tightfit.memory.formulas.states import States
@@ -55,7 +55,7 @@ class Gradients:
         """Bytes that each weight of a finished layer adds; 0 where its gradient existed before backward."""
         if not self.earlier_bytes and (is_limited or not levers.update_in_backward):
             self.bytes_per_done_weight = states.reduced_gradient_bytes if weights.sums_whole else shard_bytes
-            if layout.zero and layout.copies > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
+            if layout.zero and layout.zero_groups > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
                 # Hybrid sharding: the wide shard that was all-reduced over copies stays beside the narrow one.
                 self.bytes_per_done_weight += states.reduced_gradient_bytes * states.owned / stage.weights
         if has_buckets(layout) and summed_micro_batches == 1:  # split experts are in no bucket, so theirs are new
@@ -112,7 +112,7 @@ class Gradients:
 
 def has_buckets(layout: Layout) -> bool:
     """Whether DDP keeps gradients in buckets between steps; pipelines (parallel/pipeline.py) do not use DDP."""
-    return layout.zero == 0 and layout.reducing > 1 and layout.pipeline == 1
+    return layout.zero == 0 and layout.gradient_ranks > 1 and layout.pipeline == 1
 
 
 def _unbucketed_experts(layout: Layout, stage: StageMemory) -> int:
@@ -151,7 +151,7 @@ def _deferred_weights(levers: Levers, stage: StageMemory, states: States) -> int
     share = states.owned / stage.weights
     matrices = stage.last_layer_matrices[::-1] * (stage.span.last - stage.span.first)
     sizes_bytes = (states.updated_bytes * share * matrix for matrix in matrices)
-    count = whole_that_fit(sizes_bytes, deferred_bytes(levers.offload_gradient_bytes))
+    count = count_that_fit(sizes_bytes, deferred_bytes(levers.offload_gradient_bytes))
     return math.ceil(stage.layer_weights * sum(matrices[:count]) / sum(matrices))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
 from tightfit.memory.formulas.local_shape import ceil
-from tightfit.memory.formulas.pipeline import RankSpan, forwards_come_first, micro_batches_in_flight, most_in_turns
+from tightfit.memory.formulas.pipeline import RankSpan, all_forwards_first, micro_batches_in_flight, most_in_turns
 from tightfit.memory.formulas.stage import StageMemory
 
 
@@ -47,7 +47,7 @@ def in_flight(layout: Layout, stage: StageMemory, loss_bytes: int, micro_batches
         kept_loss_bytes = loss_bytes if stages == 1 else 0  # in a V a loss is followed by its backward at once
         other_bytes = max(_other_bytes(layout, stage, micro_batches, each_bytes, kept_loss_bytes))
         beside_embedding_bytes = other_bytes
-    if micro_batches > 1 and forwards_come_first(layout, span.rank, micro_batches):
+    if micro_batches > 1 and all_forwards_first(layout, span.rank, micro_batches):
         # Interleaved, a rank's first stage begins backward after K backwards of each later one.
         backwards_before = (stages - 1) * layout.pipeline + 1
         freed_bytes = backwards_before * each_bytes // stages + loss_bytes

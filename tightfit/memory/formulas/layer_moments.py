@@ -1,7 +1,8 @@
 """Moments of an untiled layer: bytes alive beside the saved tensors in forward, in recomputation and in backward.
 
-Moments of backward are in its order: the MLP's, then attention's. A moment has the bytes of activations' gradients, and
-the number of the layer's weights that have a gradient by then; gradients.py turns that number into bytes.
+Moments of backward are in its order: the MLP's, then attention's. A moment has the bytes of activations' gradients and
+other temporaries, and the number of the layer's weights that have a gradient by then; gradients.py turns that number
+into bytes.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class LayerMoment(NamedTuple):
     name: str
     saved_bytes: int
     """The layer's saved tensors that are not freed yet."""
-    gradient_bytes: int
+    temporary_bytes: int
     """Gradients of activations, and all other temporaries beside the saved tensors and the workspace."""
     workspace_bytes: int = 0
     complete_weights: int = 0
@@ -35,7 +36,7 @@ class LayerMoment(NamedTuple):
     @property
     def activation_bytes(self) -> int:
         """All but gradients of weights."""
-        return self.saved_bytes + self.gradient_bytes + self.workspace_bytes
+        return self.saved_bytes + self.temporary_bytes + self.workspace_bytes
 
     def with_gradients(self, weights: int, element_bytes: int) -> int:
         """All bytes, with gradients of `weights` weights and their further copies."""
@@ -107,16 +108,16 @@ def _on_a_cube(shape: LocalShape, cost: LayerCost) -> LayerCost:
         forward_extra=forward_bytes,
         forward_working=max(cost.forward_working, working_bytes),
         backward=(
-            down._replace(gradient_bytes=stream_bytes + down_bytes),
-            up._replace(gradient_bytes=stream_bytes + up_bytes),
+            down._replace(temporary_bytes=stream_bytes + down_bytes),
+            up._replace(temporary_bytes=stream_bytes + up_bytes),
             *attention,
         ),
-        recompute=cost.recompute._replace(gradient_bytes=stream_bytes + forward_bytes),
+        recompute=cost.recompute._replace(temporary_bytes=stream_bytes + forward_bytes),
     )
 
 
 def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[LayerMoment, ...]:
-    return tuple(moment._replace(gradient_bytes=moment.gradient_bytes + gathered_bytes) for moment in moments)
+    return tuple(moment._replace(temporary_bytes=moment.temporary_bytes + gathered_bytes) for moment in moments)
 
 
 class _Mlp(NamedTuple):
@@ -139,7 +140,7 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
     product = LayerMoment(
         "gradient of the MLP's product",
         saved_bytes=saved_bytes,
-        gradient_bytes=stream_bytes + inner_bytes,
+        temporary_bytes=stream_bytes + inner_bytes,
         workspace_bytes=expanded_bytes(shape, "down", inner_bytes),
         complete_weights=matrix,
         new_weights=matrix,
@@ -148,7 +149,7 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
         "gradient of the MLP's input",
         saved_bytes=saved_bytes - kept_product_bytes,  # freed after down's backward
         # with adapters gate and up are separate products: one gradient of the input through each, before they are added
-        gradient_bytes=stream_bytes + hidden_bytes * (spec.up_projections if has_adapters else 1),
+        temporary_bytes=stream_bytes + hidden_bytes * (spec.up_projections if has_adapters else 1),
         workspace_bytes=expanded_bytes(shape, "up", hidden_bytes),
         complete_weights=(spec.up_projections + 1) * matrix,
         new_weights=(spec.up_projections + 1) * matrix,
@@ -178,7 +179,7 @@ def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
         "gradient of the experts' down projections",
         saved_bytes=saved_bytes,
         # gradients of every row's output, and of its gate × up
-        gradient_bytes=stream_bytes + arrived_bytes + rows_bytes + inner_bytes,
+        temporary_bytes=stream_bytes + arrived_bytes + rows_bytes + inner_bytes,
         complete_weights=shared + matrix,
         new_weights=matrix,
     )
@@ -186,7 +187,7 @@ def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
         "gradient of the experts' inputs",
         saved_bytes=saved_bytes,
         # gradients of the rows' inputs through gate and through up, and their sum
-        gradient_bytes=stream_bytes + arrived_bytes + 2 * rows_bytes + (rows_bytes if travels else hidden_bytes),
+        temporary_bytes=stream_bytes + arrived_bytes + 2 * rows_bytes + (rows_bytes if travels else hidden_bytes),
         complete_weights=shared + 3 * matrix,
         new_weights=3 * matrix,
     )
@@ -215,7 +216,7 @@ def _attention_backward(
         "attention",
         saved_bytes=saved_bytes - shape.returned_bytes,  # freed after the output projection's backward
         # gradients of the stream, the output, q, k and v
-        gradient_bytes=stream_bytes + 2 * shape.query_bytes + 2 * shape.attended_key_bytes,
+        temporary_bytes=stream_bytes + 2 * shape.query_bytes + 2 * shape.attended_key_bytes,
         workspace_bytes=attention_workspace(shape, layer) + ring_workspace(shape),
         complete_weights=mlp_weights + output_weights,
         new_weights=output_weights,
@@ -225,7 +226,7 @@ def _attention_backward(
         "gradient of the projections' input",
         saved_bytes=2 * stream_bytes,  # the norm's input and output
         # gradients of the stream, of q, k and v, and of their input: the running projection's, and the sum so far
-        gradient_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
+        temporary_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
         workspace_bytes=expanded_bytes(shape, "q", shape.hidden_bytes),
         complete_weights=mlp_weights + output_weights + qkv_weights,
         new_weights=qkv_weights,

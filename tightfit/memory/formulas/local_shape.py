@@ -71,7 +71,7 @@ class LocalShape:
         return self.length * self.context
 
     @property
-    def exchanging(self) -> int:
+    def ulysses_ranks(self) -> int:
         """Context ranks in one all-to-all of heads (Ulysses): in attention each has all their tokens, some heads."""
         return self.context // self.ring
 
@@ -93,7 +93,7 @@ class LocalShape:
     @property
     def attended_kv_heads(self) -> int:
         """Key heads over all ranks that exchange heads, copies counted: with fewer heads than ranks, each gets one."""
-        return max(self.kv_heads, self.exchanging)
+        return max(self.kv_heads, self.ulysses_ranks)
 
     def columns(self, width: int) -> int:
         """Columns of this rank of a matrix `width` wide."""
@@ -132,7 +132,7 @@ class LocalShape:
     @property
     def returned_bytes(self) -> int:
         """Attention's output after heads are exchanged back, a second tensor; 0 where no heads are exchanged."""
-        return self.query_bytes if self.exchanging > 1 else 0
+        return self.query_bytes if self.ulysses_ranks > 1 else 0
 
     def inner_bytes(self, width: int) -> int:
         """A tensor inside an MLP of `width`: its gate, or up, or their product."""
@@ -180,7 +180,7 @@ class LocalShape:
     @property
     def head_groups(self) -> int:
         """Groups of heads that a tiled layer's attention goes through one after another."""
-        return head_groups(self.attended_kv_heads // self.exchanging, self.tiles)
+        return head_groups(self.attended_kv_heads // self.ulysses_ranks, self.tiles)
 
 
 _remembered = lru_cache(maxsize=4096)(LocalShape)
@@ -241,5 +241,5 @@ def _padded_experts(spec: ModelSpec, layout: Layout) -> int:
     if spec.experts is None or not layout.zero:
         return 0
     own = ceil(spec.experts.count, layout.expert)
-    sharing = max(1, layout.sharing // layout.expert)
+    sharing = max(1, layout.zero_ranks // layout.expert)
     return ceil(own, sharing) * sharing if own % sharing else 0

@@ -99,7 +99,7 @@ def _telling_ranks(
     spans = rank_spans(spec, length, layout)
     alike: dict[tuple[int, bool], list[int]] = {}
     for rank, example in enumerate(_first_alike(spec, spans, every=every, count=count)):
-        alike.setdefault((example, forwards_come_first(layout, rank, micro_batches)), []).append(rank)
+        alike.setdefault((example, all_forwards_first(layout, rank, micro_batches)), []).append(rank)
     lasts = {ranks[-1] for ranks in alike.values()} if layout.splits_backward else set[int]()
     return tuple(sorted(lasts | {ranks[0] for ranks in alike.values()}))
 
@@ -174,7 +174,7 @@ def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]
     return MostInTurns(most, beside_first)
 
 
-def forwards_come_first(layout: Layout, rank: int, micro_batches: int) -> bool:
+def all_forwards_first(layout: Layout, rank: int, micro_batches: int) -> bool:
     """Whether rank `rank` runs all forwards before its first backward, so that its peak may have no gradients yet.
 
     False without a flush between steps: gradients of the step before then exist.

@@ -139,6 +139,6 @@ def _streamed_at_once(layout: Layout, stage: StageMemory) -> int:
     """Weights copied from the host into one GPU buffer: a layer's or, under FSDP2, the shard of its largest group."""
     if not layout.zero:
         return stage.widest
-    ranks = layout.sharing
+    ranks = layout.zero_ranks
     experts = ceil(stage.widest_group, max(1, ranks // layout.expert)) if layout.expert > 1 else 0
     return max(ceil(stage.widest_dense, ranks), experts)

@@ -20,9 +20,9 @@ from tightfit.levers.policy.offload import (
     PIECE_ELEMENTS,
     STATE_SLOTS,
     WEIGHT_SLOTS,
+    count_that_fit,
     offloads_states,
     offloads_weights,
-    whole_that_fit,
 )
 from tightfit.memory.formulas.local_shape import ceil
 from tightfit.memory.formulas.params import Params
@@ -45,7 +45,7 @@ class States:
         the host are copied to the GPU `streamed_at_once` at a time."""
         has_masters, is_offloaded = workload.has_masters, offloads_states(levers)
         shards_are_masters = layout.zero > 0 and has_masters and not is_offloaded
-        self.ranks = layout.sharing
+        self.ranks = layout.zero_ranks
         """Ranks that share one copy of the weights, where ZeRO splits them."""
         self.owned = params.shard(self.ranks, layout.expert) if layout.zero else params.all
         """Weights that this rank updates: all of its own, or a shard."""
@@ -114,8 +114,8 @@ def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int,
     """How many of `count` weights `offload_keep_bytes` keep on the GPU, at `each_bytes` per weight: whole vocabulary
     matrices (or their shards) first, then layers."""
     spec = workload.spec
-    matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.sharing if layout.zero else 1)
+    matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.zero_ranks if layout.zero else 1)
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
-    whole = whole_that_fit([matrix] * matrices, room)
+    whole = count_that_fit([matrix] * matrices, room)
     return min(count, whole * matrix if whole < matrices else room)

@@ -149,7 +149,7 @@ def _at_layer(rank: RankMemory, visit: LayerVisit) -> StepMoment:
         layer_gradients=gradients.of_layer(moment, done_bytes),
         vocabulary_gradients=gradients.head(visit, moment),
         layer_saved=moment.saved_bytes,
-        activation_gradients=moment.gradient_bytes,
+        activation_gradients=moment.temporary_bytes,
         kernel_workspace=moment.workspace_bytes,
         all_gather=rank.weights.prefetched(visit),
         reduce_scatter=rank.weights.previous_reduction(visit),

@@ -39,19 +39,19 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
         "gradient of a tile's product",
         saved_bytes=saved_bytes,
         # gate, up and the gradient of their product, beside it where an adapter keeps it
-        gradient_bytes=arrived_bytes + _tile_bytes(shape, inner=4 if keeps_product else 3),
+        temporary_bytes=arrived_bytes + _tile_bytes(shape, inner=4 if keeps_product else 3),
         workspace_bytes=expanded_bytes(shape, "down", 0),
         weight_copies=_float32_sums(shape, weights),
     )
     gate_and_up = product._replace(
         name="gradients of a tile's gate and up",
-        gradient_bytes=arrived_bytes + _tile_bytes(shape, inner=shape.spec.up_projections, gradients=1),
+        temporary_bytes=arrived_bytes + _tile_bytes(shape, inner=shape.spec.up_projections, gradients=1),
         complete_weights=mlp_weights,
         new_weights=mlp_weights,
     )
     all_weights = product._replace(
         name="gradients of a tile's weights",
-        gradient_bytes=arrived_bytes + _narrow_tile_bytes(shape),
+        temporary_bytes=arrived_bytes + _narrow_tile_bytes(shape),
         complete_weights=weights,
         new_weights=weights,
     )
@@ -66,7 +66,7 @@ def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerM
     heads = LayerMoment(
         "a group of attention's heads",
         saved_bytes=saved_bytes - shape.returned_bytes,
-        gradient_bytes=shape.stream_bytes + shape.query_bytes + qkv_bytes // groups,
+        temporary_bytes=shape.stream_bytes + shape.query_bytes + qkv_bytes // groups,
         workspace_bytes=(attention_workspace(shape, layer) + ring_workspace(shape)) // groups,
         complete_weights=done_weights,
         new_weights=done_weights,
@@ -74,7 +74,7 @@ def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerM
     projections = LayerMoment(
         "a tile of the projections",
         saved_bytes=shape.stream_bytes,
-        gradient_bytes=2 * shape.stream_bytes + qkv_bytes + _narrow_tile_bytes(shape),
+        temporary_bytes=2 * shape.stream_bytes + qkv_bytes + _narrow_tile_bytes(shape),
         workspace_bytes=expanded_bytes(shape, "q", 0),
         complete_weights=done_weights + weights,
         new_weights=weights,

@@ -14,7 +14,7 @@ from tightfit.printable import printable
 
 PORT = 29500
 INSTALL = "pip install 'tightfit[train]'"
-ASKED = {
+OPEN_FIELDS = {
     "DATA": ("data.train", "the files to train on"),
     "OUTPUT": ("output", "the directory of the run"),
     "STEPS": ("steps", "the optimizer steps to take"),
@@ -28,7 +28,7 @@ def torchrun_script(plan: Plan, plan_file: Path) -> str:
     script = [
         *_header(plan),
         'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
-        *asked_lines(plan),
+        *require_lines(plan),
         *([_required("HEAD_NODE", "the name of the first node")] if plan.machine.nodes > 1 else []),
         torchrun_command(plan, f'"$here"/{shlex.quote(plan_file.name)}{overrides(plan)} "$@"'),
     ]
@@ -51,7 +51,7 @@ def slurm_script(plan: Plan, plan_file: Path) -> str:
         "#SBATCH --output=%x-%j.out",
         *comments_and_settings,
         f"plan={shlex.quote(str(plan_file.absolute()))}",
-        *asked_lines(plan),
+        *require_lines(plan),
         'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',  # head would end the pipe early
         "export HEAD_NODE",
         "srun " + torchrun_command(plan, f'"$plan"{overrides(plan)} "$@"'),
@@ -107,9 +107,9 @@ def open_names(plan: Plan) -> list[str]:
     return [name for name, asked in is_open.items() if asked]
 
 
-def asked_lines(plan: Plan) -> list[str]:
+def require_lines(plan: Plan) -> list[str]:
     """Shell lines that exit with a sentence if a needed variable is not set."""
-    return [_required(name, ASKED[name][1]) for name in open_names(plan)]
+    return [_required(name, OPEN_FIELDS[name][1]) for name in open_names(plan)]
 
 
 def _required(name: str, meaning: str) -> str:
@@ -119,4 +119,4 @@ def _required(name: str, meaning: str) -> str:
 
 def overrides(plan: Plan) -> str:
     """Options of `tightfit train` that pass those variables on."""
-    return "".join(f' -o "{ASKED[name][0]}=${name}"' for name in open_names(plan))
+    return "".join(f' -o "{OPEN_FIELDS[name][0]}=${name}"' for name in open_names(plan))

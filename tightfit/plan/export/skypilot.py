@@ -32,7 +32,7 @@ def skypilot_task(plan: Plan, plan_file: Path) -> str:
     }
     if names := launch.open_names(plan):
         task["envs"] = dict.fromkeys(names)
-    lines = ["set -euo pipefail", *launch.asked_lines(plan)]
+    lines = ["set -euo pipefail", *launch.require_lines(plan)]
     if machine.nodes > 1:
         lines.append('HEAD_NODE=$(echo "$SKYPILOT_NODE_IPS" | sed -n 1p)')
     lines.append(launch.torchrun_command(plan, f"{PLAN_PLACE}{launch.overrides(plan)}"))

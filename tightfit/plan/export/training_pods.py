@@ -73,7 +73,7 @@ def _pod(plan: Plan, container: str, head: str) -> Json:
     plan_file = shlex.quote(f"{PLAN_PLACE}/plan.json")
     script = [
         "set -euo pipefail",
-        *launch.asked_lines(plan),
+        *launch.require_lines(plan),
         f"{launch.INSTALL} >&2",
         "exec " + launch.torchrun_command(plan, f"{plan_file}{launch.overrides(plan)}", endpoint=head),
     ]

@@ -7,7 +7,7 @@ as if they saved nothing.) A family of layouts (same degrees) is dropped if none
 lever pulled. The other families' layouts are tried in the order of their lower bounds of time. Of the sets of levers
 that leave a layout fast enough, the strongest are checked first: if they do not fit, no weaker ones do; if they do, the
 fastest set that fits is kept. Layouts have kinds (which degrees are above one, which ZeRO stage); once a kind has a
-plan, its slower layouts are skipped, and once TOLD kinds have one, all layouts slower than those plans.
+plan, its slower layouts are skipped, and once REPORTED_KINDS kinds have one, all layouts slower than those plans.
 
 If nothing fits on several ranks, levers that only some layouts have (`SearchSpace.last_resort`) are searched as well.
 Plans that leave 5 % of the card free are looked for first, as formulas and fragmentation are not more accurate than
@@ -29,7 +29,7 @@ COMFORT = 0.95
 SAME = 1.02
 HOPELESS = 3.0
 """Layouts this many times slower than the best are not searched: they are no alternatives."""
-TOLD = 6
+REPORTED_KINDS = 6
 """Kinds of layouts that an answer reports: the fastest, and five others."""
 LayoutKind = tuple[int | str, ...]
 
@@ -158,14 +158,15 @@ class _Search:
         return None if weakest is None else self.step_s(layout, weakest)
 
     def _limit_s(self, kind: LayoutKind | None = None) -> float:
-        """The step time from which on a plan would not be reported: its kind, or TOLD kinds, have faster ones, or it is
-        HOPELESS times slower; but plans within 2 % of the fastest always count, as they may be simpler."""
+        """The step time from which on a plan would not be reported: its kind, or REPORTED_KINDS kinds, have faster
+        ones, or it is HOPELESS times slower; but plans within 2 % of the fastest always count, as they may be
+        simpler."""
         if not self.best:
             return float("inf")
         times_s = sorted(each.step_s for each in self.best.values())
         limit_s = HOPELESS * times_s[0]
-        if len(times_s) >= TOLD:
-            limit_s = min(limit_s, max(times_s[TOLD - 1], SAME * times_s[0]))
+        if len(times_s) >= REPORTED_KINDS:
+            limit_s = min(limit_s, max(times_s[REPORTED_KINDS - 1], SAME * times_s[0]))
         return min(limit_s, self.best[kind].step_s) if kind in self.best else limit_s
 
     def _is_feasible(self, number: int) -> bool:

@@ -62,16 +62,16 @@ def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tupl
     key heads than ranks, each rank gets one, so copies are counted."""
     spec, heads_ranks = workload.spec, layout.tensor_axes[2]
     own_tokens = tokens / layout.row_parts
-    kv_heads = max(spec.kv_heads / heads_ranks, layout.exchanging)
+    kv_heads = max(spec.kv_heads / heads_ranks, layout.ulysses_ranks)
     return own_tokens * spec.query_size / heads_ranks, own_tokens * 2 * kv_heads * spec.head_dim
 
 
 def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> float:
     """Seconds of the exchange of heads for `tokens` tokens in forward; backward takes as much."""
-    if layout.exchanging == 1:
+    if layout.ulysses_ranks == 1:
         return 0.0
     query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
-    ranks = group(layout.tensor, layout.exchanging)
+    ranks = group(layout.tensor, layout.ulysses_ranks)
     qkv_bytes = (query_numbers + key_numbers) * workload.weight_bytes
     out_bytes = query_numbers * workload.weight_bytes
     sent_s = ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes)
@@ -82,7 +82,7 @@ def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tok
 def context_ring(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> Ring:
     """The ring of context ranks, each with `tokens` tokens."""
     query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
-    ranks = group(layout.tensor * layout.exchanging, layout.ring)
+    ranks = group(layout.tensor * layout.ulysses_ranks, layout.ring)
     return Ring(
         ranks=layout.ring,
         send_s=ranks.send_s(key_numbers * workload.weight_bytes),

@@ -27,10 +27,10 @@ class DataTraffic:
         self, group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
     ) -> None:
         """A rank with `layers` layers, on a card that copies `bytes_s` bytes a second."""
-        shards, engine, weight_bytes = layout.sharing, workload.engine, workload.weight_bytes
+        shards, engine, weight_bytes = layout.zero_ranks, workload.engine, workload.weight_bytes
         dense_group = group(layout.tensor, shards)
         expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
-        copies_group = group(layout.ranks // layout.pipeline // layout.copies, layout.copies)
+        copies_group = group(layout.ranks // layout.pipeline // layout.zero_groups, layout.zero_groups)
         reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
         self.root_share = params.root_share
         self.overlaps_gradients = engine.overlaps_gradients
@@ -59,7 +59,7 @@ class DataTraffic:
 
     def step_s(self, layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
         """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
-        if layout.reducing == 1:
+        if layout.gradient_ranks == 1:
             return 0.0
         if not self.overlaps_gradients:
             return self._alone_s(layout, micro_batches)

@@ -59,7 +59,7 @@ def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
     ends = either_end if layout.pipeline > 1 else model.ends
     dense = (model.layer * layers + ends) / layout.weight_ranks
     experts = model.layer_experts * layers / layout.weight_ranks / layout.expert
-    shards = layout.sharing if layout.zero else 1
+    shards = layout.zero_ranks if layout.zero else 1
     expert_shards = max(1, shards // layout.expert) if layout.zero else 1
     owned = dense / shards + experts / expert_shards
     owned_share = owned / (dense + experts)

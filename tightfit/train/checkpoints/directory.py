@@ -156,12 +156,12 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"cannot write checkpoint {target}: {reason}; make room or change `output`; {what_is_safe(run)}"
+            f"cannot write checkpoint {target}: {reason}; make room or change `output`; {last_checkpoint_sentence(run)}"
         ) from error
     return target
 
 
-def what_is_safe(run: Path) -> str:
+def last_checkpoint_sentence(run: Path) -> str:
     """The end of an error message: the checkpoint that can be resumed from."""
     found = checkpoints_of(run)
     return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
@@ -181,7 +181,7 @@ def _write_training_state(folder: Path, states: Mapping[str, Tensor], position: 
 def read_position(checkpoint: Path) -> Position:
     """The position a checkpoint was taken at."""
     path = checkpoint / "training" / "state.json"
-    content = read_json(path, LARGEST_RECORD_BYTES, "a training state", remedy=go_back(checkpoint))
+    content = read_json(path, LARGEST_RECORD_BYTES, "a training state", remedy=older_checkpoint_sentence(checkpoint))
     try:
         if content.pop("format") != FORMAT:
             raise UserError(f"{path} was written by another version of tightfit; resume with that one")
@@ -193,7 +193,7 @@ def read_position(checkpoint: Path) -> Position:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is damaged ({error}); {go_back(checkpoint)}") from None
+        raise UserError(f"{path} is damaged ({error}); {older_checkpoint_sentence(checkpoint)}") from None
 
 
 def _check_position(position: Position) -> None:
@@ -210,7 +210,7 @@ def _check_position(position: Position) -> None:
         raise ValueError("loss_scale has a factor that is none")
 
 
-def go_back(checkpoint: Path) -> str:
+def older_checkpoint_sentence(checkpoint: Path) -> str:
     """The end of an error message about an unusable checkpoint: which one to take instead."""
     run = checkpoint.parent.parent
     older = [path.name for path in checkpoints_of(run) if path.name < checkpoint.name]
@@ -243,7 +243,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
             if "rng/cuda" in names and torch.cuda.is_available():
                 torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}); {go_back(checkpoint)}") from None
+        raise UserError(f"{path} is missing or damaged ({error}); {older_checkpoint_sentence(checkpoint)}") from None
 
 
 class _States(Mapping[str, Tensor]):

@@ -44,8 +44,8 @@ from tightfit.train.checkpoints.directory import (
     STATE_PREFIX,
     Position,
     checkpoint_path,
+    last_checkpoint_sentence,
     superseded,
-    what_is_safe,
 )
 from tightfit.train.optimizer.adamw import MasterAdamW, is_optional
 
@@ -133,7 +133,7 @@ def _failures_told(target: Path) -> Iterator[None]:
         cause = failures[0][0] if failures else error
         raise UserError(
             f"cannot write checkpoint {target}: {getattr(cause, 'strerror', None) or cause}; make room or change "
-            f"`output`; {what_is_safe(target.parent.parent)}"
+            f"`output`; {last_checkpoint_sentence(target.parent.parent)}"
         ) from error
 
 

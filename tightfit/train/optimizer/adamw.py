@@ -95,25 +95,26 @@ class MasterAdamW:
         keep_gradient_memory: bool = False,
         pipeline_ranks: int = 1,
         counted_elsewhere: frozenset[str] = frozenset(),
-        in_no_bucket: frozenset[str] = frozenset(),
+        not_replicated: frozenset[str] = frozenset(),
         module: nn.Module | None = None,
-        beside: Mapping[str, nn.Parameter] | None = None,
+        extra_parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         """`device` is where offloaded states are updated; `seed` seeds stochastic rounding.
 
         `keep_gradient_memory` zeroes gradients after every step but the first instead of freeing them: under DDP they
-        are views of its buckets; gradients of `in_no_bucket` (experts, which differ from rank to rank) are freed.
+        are views of its buckets; gradients of `not_replicated` (experts, which differ from rank to rank) are freed.
         Each of `pipeline_ranks` has an optimizer of its own parameters; those of `counted_elsewhere` are copies of
         another rank's (a tied embedding), which the gradient norm must count once. `module` runs forward where `model`
-        itself does not: FSDP2's modules are looked for in it. Parameters `beside` the model's (learned scales) stay
-        float32, and are saved with the states, as the model's files do not hold them.
+        itself does not: FSDP2's modules are looked for in it. `extra_parameters` beside the model's (learned scales)
+        stay float32, and are saved with the states, as the model's files do not hold them.
         """
         self.settings, self.has_masters, self.levers, self.seed = settings, compute_dtype is not None, levers, seed
         self.keep_gradient_memory, self.pipeline_ranks = keep_gradient_memory, pipeline_ranks
         self.counted_elsewhere, self.has_stepped = counted_elsewhere, False
-        self.beside = dict(beside or {})
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad] + list(self.beside.items())
-        self._in_no_bucket = {id(p) for name, p in named if name in in_no_bucket}
+        self.extra_parameters = dict(extra_parameters or {})
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named += self.extra_parameters.items()
+        self._not_replicated = {id(p) for name, p in named if name in not_replicated}
         self.is_sharded = any(is_shard(p) for _, p in named)
         self.splits = splits_of(model)
         self.engine: Engine | None = None
@@ -121,7 +122,7 @@ class MasterAdamW:
         self.buffered: BufferedSteps | None = None
         """Runs the steps of a pipeline that is not flushed between them."""
         sharded = module if self.is_sharded else None
-        self.offloading = Offloading.asked_for(named, levers, device, compute_dtype, sharded)
+        self.offloading = Offloading.of_levers(named, levers, device, compute_dtype, sharded)
         self.buckets = [
             replace(self._bucket(part, settings.weight_decay if decayed else 0.0, compute_dtype), decays=decayed)
             for decayed in (True, False)
@@ -168,7 +169,7 @@ class MasterAdamW:
             # Where the model is float32, `float` returns the same storage: no copy.
             masters = [local(p.data).float() for p in parameters]
             for name, p in named:
-                if name not in self.beside:
+                if name not in self.extra_parameters:
                     self._place(p, local(p.data).to(compute_dtype))
         updater = self._updater(names, masters, firsts, weight_decay)
         return Bucket(names=names, parameters=[*parameters], masters=masters, updater=updater)
@@ -226,9 +227,9 @@ class MasterAdamW:
         return [local(p.grad) for bucket in self.buckets for p in bucket.parameters if p.grad is not None]
 
     @torch.no_grad()
-    def sum_beside(self, ranks: Ranks) -> None:
-        """All-reduce the gradients of parameters beside the model's, which DDP and FSDP2 do not know, in one call."""
-        own = [p.grad for p in self.beside.values() if p.grad is not None]
+    def sum_extra_gradients(self, ranks: Ranks) -> None:
+        """All-reduce the gradients of `extra_parameters`, which DDP and FSDP2 do not know, in one call."""
+        own = [p.grad for p in self.extra_parameters.values() if p.grad is not None]
         if not own:
             return
         summed = ranks.sum_over_all(torch.cat([gradient.flatten() for gradient in own]))
@@ -334,7 +335,7 @@ class MasterAdamW:
 
     def _free_gradient(self, parameter: Tensor) -> None:
         # DDP makes new buckets when the second forward pass begins: gradients kept from the first step keep both alive.
-        kept = self.keep_gradient_memory and self.has_stepped and id(parameter) not in self._in_no_bucket
+        kept = self.keep_gradient_memory and self.has_stepped and id(parameter) not in self._not_replicated
         if kept and parameter.grad is not None:
             parameter.grad.zero_()
         else:
@@ -355,7 +356,7 @@ class MasterAdamW:
         for bucket in self.buckets:
             for index, (name, (parameter, master)) in enumerate(zip(bucket.names, bucket.pairs, strict=True)):
                 yield f"step/{name}", bucket.updater.step(index)
-                is_kept = self.has_masters or name in self.beside
+                is_kept = self.has_masters or name in self.extra_parameters
                 kinds = bucket.updater.states(index) | ({"master": master} if is_kept else {})
                 for kind, tensor in kinds.items():
                     state = like_shard(tensor, parameter) if is_shard(parameter) else tensor

@@ -25,7 +25,7 @@ from tightfit.levers.policy.offload import offloads_states
 from tightfit.levers.shard_streaming import ShardStream
 from tightfit.levers.state_link import OffloadedMatrix, StateLink
 from tightfit.levers.weight_streaming import WEIGHT, StreamedParameter, WeightStream
-from tightfit.memory.host import host_empty, known_on_host
+from tightfit.memory.host import host_empty, mark_on_host
 from tightfit.models.decoder import Decoder
 from tightfit.parallel.shard_groups import ShardGroup, Shards
 from tightfit.train.optimizer.streamed_updater import StreamedUpdater
@@ -49,14 +49,14 @@ class Offloading:
         self.device, self.masters, self.update_route = device, compute_dtype is not None, levers.offload_update
         self.dtype = compute_dtype or named[0][1].dtype
         wide = named[0][1].dtype == torch.float32
-        own = [(name, known_on_host(local(parameter.data))) for name, parameter in named]
+        own = [(name, mark_on_host(local(parameter.data))) for name, parameter in named]
         self.placements = placements(own, levers, moment_bytes(levers, wide=wide) + 4 * self.masters)
         self.link = StateLink(device, frees_gradients=levers.update_in_backward)
         self.matrices: dict[str, OffloadedMatrix] = {}
         self.stream: WeightStream | None = None
 
     @classmethod
-    def asked_for(
+    def of_levers(
         cls,
         named: Named,
         levers: Levers,
