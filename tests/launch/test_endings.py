@@ -32,6 +32,10 @@ CASES: dict[str, tuple[list[Ending], int]] = {
     ),
     "out of memory": ([Ending(0, 1, failure=LOST, at=1.1), Ending(1, 3)], 1),
     "stopped": ([Ending(0, 1, failure=LOST, at=1), Ending(1, -9, killed_by_launcher=True, stopped_s=20)], 1),
+    "silent beside an error that speaks of time": (
+        [Ending(0, 1, failure="RuntimeError: runtime of version 12", at=1), Ending(1, -9, killed_by_launcher=True)],
+        0,
+    ),
     "silent while others gave up": ([Ending(0, 1, failure=LATE, at=1), Ending(1, -9, killed_by_launcher=True)], 1),
     "asked to stop by somebody else": ([Ending(0, 0), Ending(1, -signal.SIGTERM)], 1),
     "an exit code of its own": ([Ending(0, -signal.SIGTERM), Ending(1, 7)], 1),

@@ -12,6 +12,7 @@ The result does not depend on which ending the launcher sees first.
 """
 
 import json
+import re
 import signal
 import time
 import traceback
@@ -24,6 +25,8 @@ from tightfit.errors import UserError
 
 DEATHS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)
 """Signals that end a process from outside or by a fault of its own."""
+TIMED_OUT = re.compile(r"\btime(?:d[ -])?out")
+"""In the message of an error, after its name: "timed out", "timeout"."""
 REFUSED, OUT_OF_MEMORY = 2, 3
 """Exit codes of `tightfit train` that a restart would only repeat."""
 
@@ -98,7 +101,7 @@ def cause(endings: list[Ending]) -> Ending:
         return min(refused, key=lambda each: (each.refusal is None, each.at))
     failed = sorted((each for each in unasked if each.failure), key=lambda each: each.at)
     silent = [each for each in endings if each.killed_by_launcher]
-    if silent and failed and "time" in (failed[0].failure or "").lower().rpartition("error")[2]:
+    if silent and failed and TIMED_OUT.search((failed[0].failure or "").lower().rpartition("error")[2]):
         return silent[0]
     return failed[0] if failed else min(unasked or endings, key=_oddity)
 
