@@ -93,12 +93,18 @@ class TwoVersionPipeline(Pipeline):
         self._tied_group = self._group_of_ends() if model.spec.tied else None
 
     def _group_of_ends(self) -> dist.ProcessGroup | None:
-        """The first and the last rank; None on the ranks between."""
-        members = dist.get_process_group_ranks(self.group)
-        if self.rank not in (0, self.layout.pipeline - 1):
-            return None
-        made: dist.ProcessGroup = dist.new_group([members[0], members[-1]], use_local_synchronization=True)
-        return made
+        """The first and the last rank of this pipeline; None on the ranks between.
+
+        All ranks create the groups of all pipelines. torch would also let two ranks create theirs alone, but names it
+        by the number of groups that each of them has: a later such group of ranks whose numbers differ never meets.
+        """
+        own: dist.ProcessGroup | None = None
+        pipelines = dist.get_world_size() // self.layout.pipeline  # the mesh's outermost axis
+        for first in range(pipelines):
+            ends = [first, first + (self.layout.pipeline - 1) * pipelines]
+            made: dist.ProcessGroup = dist.new_group(ends)
+            own = made if dist.get_rank() in ends else own
+        return own
 
     @property
     def behind(self) -> int:
