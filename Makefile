@@ -11,7 +11,7 @@ WORKERS ?= 3
 MALLOC_PERTURB_ ?= 128
 suite suite-all test-rounding fuzz: export MALLOC_PERTURB_ := $(MALLOC_PERTURB_)
 # pytest rewrites all modules of packages that bring plugins along, where it may load these: xdist's alone is wanted.
-suite suite-all test-rounding: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+suite suite-all test-rounding test-gpu: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 PYTEST := $(BIN)/pytest -p xdist -n $(WORKERS) --dist worksteal
 # Byte code is kept even where the environment says not to: what many processes import is compiled once.
 export PYTHONDONTWRITEBYTECODE :=
@@ -59,7 +59,8 @@ test-rounding: install
 	@TEST_REVERSED_SUMS=1 $(PYTEST) -m "not thorough"
 
 test-gpu: install
-	@$(BIN)/pytest tests/gpu tests/kernels
+	@$(PYTEST) -m "not alone" tests/gpu tests/kernels
+	@$(BIN)/pytest -m alone tests/gpu
 
 docs: install
 	@$(BIN)/python -m benchmarks.reports.documentation

@@ -240,6 +240,7 @@ def test_keys_and_values_in_a_byte_each(small: Decoder, form: CacheFormat) -> No
     assert fast.runner.cache.storage.element_size() == 1
 
 
+@pytest.mark.alone
 def test_a_gpus_memory_is_taken_as_the_budget_said() -> None:
     """All of it within two parts in a hundred; weights and cache are exact but for what an allocator rounds up."""
     row: Any = serve_memory.measure("1b", argparse.Namespace(device="cuda"))
