@@ -24,12 +24,11 @@ from torch import Tensor
 
 from benchmarks.quantized_peers import COMPILED, COMPILED_ROWS, Made, Product, peers, told
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
 from tightfit.kernels.fp8_quantize import quantize_rows
-from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packed_rows import by_group
 from tightfit.kernels.packing import pack_tiles
 from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
+from tightfit.kernels.rounded_linear import NEEDED, rounded_linear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
@@ -63,10 +62,10 @@ def products(weight: Tensor, group: int) -> dict[str, Made]:
         made[name] = (_packed(words, scale, zero, bits, span), held)
     codes = fit_grid(weight.float(), Scheme(bits=8, group=0)).code(weight.float())
     signed = (codes.codes.to(torch.int16) - 128).to(torch.int8)
-    made["w8a8 int8"] = (lambda x: int8_linear(x, signed, codes.scale), signed.nbytes)
-    if not weight.is_cuda or torch.cuda.get_device_capability() >= NEEDED:
+    made["w8a8 int8"] = (lambda x: rounded_linear(x, signed, codes.scale), signed.nbytes)
+    if not weight.is_cuda or torch.cuda.get_device_capability() >= NEEDED[torch.float8_e4m3fn]:
         eights, eight_scale = quantize_rows(weight)
-        made["w8a8 fp8"] = (_fp8(eights, eight_scale), eights.nbytes)
+        made["w8a8 fp8"] = (lambda x: rounded_linear(x, eights, eight_scale), eights.nbytes)
     if weight.is_cuda:
         made["torch int4 g128"] = _torch_int4(weight)
     return made
@@ -74,14 +73,6 @@ def products(weight: Tensor, group: int) -> dict[str, Made]:
 
 def _packed(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, group: int) -> Product:
     return lambda x: quantized_linear(x, words, scale, zero, bits, group)
-
-
-def _fp8(codes: Tensor, scale: Tensor) -> Product:
-    def run(x: Tensor) -> Tensor:
-        rows, row_scale = quantize_rows(x)
-        return fp8_matmul(rows, codes, row_scale, scale, x.dtype)
-
-    return run
 
 
 def _torch_int4(weight: Tensor) -> Made:

@@ -53,12 +53,15 @@ class Load:
     repeats: int = 3
 
 
+BOTH = "both"
+"""Weights and their inputs are rounded to 8-bit floats."""
+
 TINY_LOAD = Load((8, 12), (4, 8, 8), 8, (4, 20), (2, 10), (2, 40), 1)
 
 
-def quantize_fp8(model: Decoder) -> None:
+def quantize_fp8(model: Decoder, *, rounds_inputs: bool) -> None:
     """8-bit floats with a scale a row for every projection of the layers; embedding and head stay."""
-    scheme = Scheme(kind="fp8", bits=8, group=0)
+    scheme = Scheme(kind="fp8", bits=8, group=0, activations="fp8" if rounds_inputs else None)
     for name, linear in list(model.layers.named_modules()):
         if isinstance(linear, torch.nn.Linear):
             codes, scale = quantize_rows(linear.weight.detach())
@@ -99,7 +102,7 @@ class Bench:
             model = Decoder(resolve_spec(MODELS[self.name])).to(self.dtype)
         init_weights(model)
         if self.arguments.fp8:
-            quantize_fp8(model)
+            quantize_fp8(model, rounds_inputs=self.arguments.fp8 == BOTH)
         if self.arguments.bits:
             quantize(model, self.arguments.bits)
         return model
@@ -108,7 +111,7 @@ class Bench:
     def weights(self) -> str:
         """What the layers' weights are."""
         if self.arguments.fp8:
-            return "fp8"
+            return "w8a8 fp8" if self.arguments.fp8 == BOTH else "fp8"
         return f"int{self.arguments.bits}" if self.arguments.bits else str(self.dtype).removeprefix("torch.")
 
     def wait(self) -> None:
@@ -237,7 +240,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that the script runs")
     parser.add_argument("--bits", type=int, help="integer weights of so many bits in groups")
-    parser.add_argument("--fp8", action="store_true", help="weights in 8-bit floats, a scale a row")
+    parser.add_argument(
+        "--fp8", nargs="?", const="weights", choices=("weights", BOTH), help="8-bit floats, a scale a row"
+    )
     parser.add_argument("--no-overlap", action="store_true", help="kernels one after the other")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--case", action="append", choices=[case.__name__ for case in CASES[1:]], help="these alone")

@@ -21,10 +21,10 @@ from tightfit.compress.cost import schemes
 from tightfit.compress.inputs import InputStatistics
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.errors import UserError
-from tightfit.kernels.int8_linear import int8_linear
+from tightfit.kernels.rounded_linear import CODES, rounded_linear, rounded_values
 from tightfit.models.loading import load_model
 from tightfit.models.presets import preset
-from tightfit.models.quantized.linear import QuantizedLinear, rounded
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.ranges import RULES, fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
@@ -99,7 +99,9 @@ def test_a_layer_computes_what_its_codes_mean(scheme: Scheme, rows: int) -> None
     wanted = by_hand(x, float(scale), scheme) @ coded.dequantize().T
     assert float((by_hand(x, float(scale), scheme) - x).abs().max()) > 1 or rows == 1
     torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(rounded(x, scheme.activations or "", scale), by_hand(x, float(scale), scheme))
+    torch.testing.assert_close(
+        rounded_values(x, CODES[scheme.activations or ""], scale), by_hand(x, float(scale), scheme)
+    )
     torch.testing.assert_close(layer(x[:1]), layer(x)[:1], rtol=1e-6, atol=1e-6)
 
 
@@ -107,7 +109,7 @@ def test_a_scale_for_the_whole_matrix_rounds_inputs_too() -> None:
     x, weight = heavy_tailed(5, 64), torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     whole = fit_grid(weight, Scheme(bits=8, group=-1, activations="int8"))
     coded = whole.code(weight)
-    wanted = rounded(x, "int8") @ coded.dequantize().T
+    wanted = rounded_values(x, torch.int8) @ coded.dequantize().T
     torch.testing.assert_close(QuantizedLinear(coded)(x), wanted, rtol=1e-5, atol=1e-5)
     assert float((wanted - x @ coded.dequantize().T).abs().max()) > 1e-3
 
@@ -259,4 +261,4 @@ def test_the_product_of_integers_by_a_known_scale() -> None:
     x, codes = heavy_tailed(9, 32), torch.randint(-128, 128, (16, 32), dtype=torch.int8)
     scale, known = torch.rand(16, 1), torch.tensor([0.02])
     wanted = by_hand(x, 0.02, INT8).double() @ (codes.double() * scale.double()).T
-    torch.testing.assert_close(int8_linear(x, codes, scale, known).double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(rounded_linear(x, codes, scale, known).double(), wanted, rtol=1e-5, atol=1e-4)

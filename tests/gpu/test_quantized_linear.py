@@ -11,10 +11,10 @@ from tests.kernels.test_quantized_linear import weights
 from tests.kernels.truth import assert_no_worse
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.recipe import recipe_of
-from tightfit.kernels.int8_linear import int8_linear, int8_linear_eager
 from tightfit.kernels.quantized_linear import quantized_linear, quantized_linear_eager
+from tightfit.kernels.rounded_linear import CODES, rounded_linear, rounded_linear_eager, rounded_values
 from tightfit.models.quantized.directory import replace_module
-from tightfit.models.quantized.linear import QuantizedLinear, rounded
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
@@ -39,7 +39,9 @@ def test_int8(rows: int) -> None:
     x = torch.randn(rows, 4096, device=GPU, dtype=torch.bfloat16)
     codes = torch.randint(-128, 128, (1024, 4096), device=GPU, dtype=torch.int8)
     scale = torch.rand(1024, 1, device=GPU) + 0.1
-    torch.testing.assert_close(int8_linear(x, codes, scale), int8_linear_eager(x, codes, scale), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        rounded_linear(x, codes, scale), rounded_linear_eager(x, codes, scale), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 17, 256])
@@ -51,7 +53,7 @@ def test_static_inputs(kind: Literal["int8", "fp8"], rows: int) -> None:
     scale = torch.tensor([0.02 if kind == "int8" else 0.005], device=GPU)
     layer = QuantizedLinear(replace(fit_grid(weight, scheme).code(weight), input_scale=scale))
     x = torch.randn(rows, 4096, device=GPU, dtype=torch.bfloat16)
-    inside, matrix = rounded(x.double().float(), kind, scale), layer.dequantize(torch.float32)
+    inside, matrix = rounded_values(x.float(), CODES[kind], scale), layer.dequantize(torch.float32)
     eager = torch.nn.functional.linear(inside.bfloat16(), matrix.bfloat16())
     assert_no_worse([layer(x)], [eager], [inside.double() @ matrix.double().T])
 

@@ -33,7 +33,6 @@ import tightfit.kernels.gather_rows
 import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
-import tightfit.kernels.int8_matmul
 import tightfit.kernels.join_parts
 import tightfit.kernels.packed_blocks
 import tightfit.kernels.packed_rows
@@ -43,6 +42,7 @@ import tightfit.kernels.paged_prefill
 import tightfit.kernels.quantized_linear
 import tightfit.kernels.rope
 import tightfit.kernels.rotate_store
+import tightfit.kernels.rounded_matmul
 import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
 import tightfit.kernels.split_sum
@@ -195,11 +195,15 @@ def launch_coded_products(dtype: torch.dtype) -> None:
     activations: tuple[Activation | Literal[""], ...] = ("silu", "")
     for activation in activations:
         tightfit.kernels.few_rows.few_rows(few, wide, few[0, :256], activation, overlap=True)
-    integers = tightfit.kernels.int8_matmul
-    for tokens, known, split in ((3, None, 2), (200, scale[:1], 1)):
-        q, row_scale = integers.round_rows(torch.ones(tokens, 512, dtype=dtype), known)
-        cut = integers.Int8Tile(block_m=64, block_n=64, block_k=128, split=split, stages=4, warps=4)
-        integers.multiply_codes(q, torch.ones(64, 512, dtype=torch.int8), row_scale, scale[:, None], dtype, cut)
+    rounded = tightfit.kernels.rounded_matmul
+    for kind, tokens, known in (
+        (torch.int8, 3, None),
+        (torch.int8, 200, scale[:1]),
+        (torch.float8_e4m3fn, 3, scale[:1]),
+    ):
+        q, row_scale = rounded.round_rows(torch.ones(tokens, 512, dtype=dtype), kind, known, overlap=tokens == 3)
+        weight, product = torch.ones(64, 512).to(kind), rounded.multiply_few if tokens == 3 else rounded._square
+        product(q, weight, row_scale, scale[:, None], dtype)
 
 
 def launch_packed_blocks(dtype: torch.dtype) -> None:

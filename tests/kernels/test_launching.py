@@ -27,7 +27,7 @@ def test_kernels_compile_for_cards_that_are_not_here(variants: list[str]) -> Non
     decoding = {"decode_linear", "decode_attention", "greedy", "rotate_store", "paged_attention", "paged_prefill"}
     routed = {"gather_rows", "routed_mlp", "split_sum"}
     coded = {"quantized_linear", "packed_rows", "packed_vector", "spqr_linear"}
-    newer = {"fp8_quantize", "fp8_mlp", "fp8_vector", "fp8_rows", "int8_matmul", "few_rows", "packed_blocks"}
+    newer = {"fp8_quantize", "fp8_mlp", "fp8_vector", "fp8_rows", "rounded_matmul", "few_rows", "packed_blocks"}
     assert rooms == {"row_norm", "glu", "rope", "join_parts"} | updates | decoding | routed | coded | newer
     old, new = ([line[:2] for line in lines if line[2] == target] for target in ("sm_75", "sm_90a"))
     assert len(old) + len(new) == len(lines)

@@ -15,8 +15,8 @@ from tightfit.compress.inputs import InputStatistics
 from tightfit.compress.linear_sets import LinearSet
 from tightfit.compress.moving_scales import linear, move_scale
 from tightfit.compress.recipe import Step
+from tightfit.kernels.rounded_linear import CODES, rounded_values
 from tightfit.models.decoder import Layer
-from tightfit.models.quantized.linear import rounded
 from tightfit.models.quantized.ranges import RangeRule, fit_grid
 from tightfit.models.quantized.scheme import Scheme
 
@@ -44,7 +44,7 @@ def _best(weights: Tensor, seen: InputStatistics, scheme: Scheme, static: RangeR
         smoothed, heavier = x / scale, weights * scale
         largest = (seen.largest / scale).max()
         input_scale = None if static is None else scale_of_inputs(smoothed, largest, scheme, static)
-        inputs = rounded(smoothed, scheme.activations or "int8", input_scale)
+        inputs = rounded_values(smoothed, CODES[scheme.activations or "int8"], input_scale)
         outputs = inputs @ fit_grid(heavier, scheme).code(heavier).dequantize().T
         return float((outputs - wanted).square().sum())
 

@@ -17,7 +17,7 @@ would need split-K, whose partial sums cost more to join than cuBLAS loses (docs
 """
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +35,21 @@ if HAS_TRITON:
 FEWEST_ROWS, MOST_ROWS = 2, 64
 LEAST_OUTPUTS = 16_384
 """Tokens and rows of the weight for which this is faster than cuBLAS."""
+TALL = 16_384
+"""Rows of a weight of which a program takes 128; of shorter ones it takes 64, so that there are more programs."""
 ALIGNMENT_BYTES = 16
-BLOCK_OUTPUTS, BLOCK_INPUTS = (32, 16) if is_interpreted() else (128, 128)
-"""Rows of the weight per program, those of gate and up together, and inputs per block."""
 STAGED_BYTES = 200 * 2**10
 """Shared memory of a multiprocessor for blocks that its one or two programs load ahead."""
 EARLY_BYTES = 512
 """Bytes of each row that are prefetched before the previous kernel has ended."""
+
+
+class FewTile(NamedTuple):
+    """Rows of the weight per program, those of gate and up together; inputs of a block, and blocks loaded ahead."""
+
+    outputs: int
+    inputs: int
+    stages: int
 
 
 def few_rows(
@@ -92,7 +100,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 @triton.jit
-def _ask_early(rows_ptr):  # type: ignore[no-untyped-def]
+def ask_early(rows_ptr):  # type: ignore[no-untyped-def]
     """Prefetch the first EARLY_BYTES behind each pointer into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
@@ -128,9 +136,9 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     n, m = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     if ASKS_EARLY:
         rows = weight_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
-        _ask_early(rows)
+        ask_early(rows)
         if ACTIVATION != "":
-            _ask_early(rows + N * K)
+            ask_early(rows + N * K)
     wait_for_previous(OVERLAP)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = total
@@ -152,16 +160,33 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + m[None, :] * N + n[:, None], total.to(y_ptr.dtype.element_ty), mask=here)
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | Literal[""], overlap: bool) -> Tensor:
+def tile_for(block_m: int, outputs: int, item: int, device: torch.device) -> FewTile:
+    """The tile for a weight of so many rows, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
+    if is_interpreted():
+        return FewTile(32, 16, 2)
+    rows, inputs = (128 if outputs >= TALL else 64), 128
+    are_alone = triton.cdiv(outputs, rows) <= multiprocessors(device)
+    staged = STAGED_BYTES if are_alone else STAGED_BYTES // 2
+    return FewTile(rows, inputs, max(2, staged // ((rows + block_m) * inputs * item)))
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | Literal[""],
+    overlap: bool,
+    tile: FewTile | None = None,
+) -> Tensor:
     (M, K), halves = x.shape, 2 if activation else 1
-    N, block_n, block_m = weight.shape[0] // halves, BLOCK_OUTPUTS // halves, max(16, triton.next_power_of_2(M))
-    tiles, item = triton.cdiv(N, block_n), x.element_size()
-    staged = STAGED_BYTES if tiles <= multiprocessors(x.device) else STAGED_BYTES // 2
+    N, block_m, item = weight.shape[0] // halves, max(16, triton.next_power_of_2(M)), x.element_size()
+    tile = tile or tile_for(block_m, weight.shape[0], item, x.device)
+    block_n = tile.outputs // halves
     y = torch.empty(M, N, device=x.device, dtype=x.dtype)
     with on_device_of(x):
-        few_rows_kernel[(tiles,)](
-            _blocks_of(x, block_m),
-            _blocks_of(weight, block_n),
+        few_rows_kernel[(triton.cdiv(N, block_n),)](
+            blocks_of(x, block_m, tile.inputs),
+            blocks_of(weight, block_n, tile.inputs),
             weight,
             bias,
             y,
@@ -172,8 +197,8 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation 
             ACTIVATION=activation,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            BLOCK_K=BLOCK_INPUTS,
-            STAGES=max(2, staged // ((BLOCK_OUTPUTS + block_m) * BLOCK_INPUTS * item)),
+            BLOCK_K=tile.inputs,
+            STAGES=tile.stages,
             ASKS_EARLY=overlap and K * item >= EARLY_BYTES,
             OVERLAP=overlap,
             num_warps=4,
@@ -182,9 +207,9 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation 
     return y
 
 
-def _blocks_of(matrix: Tensor, rows: int) -> Any:
-    """The TMA descriptor for blocks of `rows` rows of a matrix."""
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, BLOCK_INPUTS])
+def blocks_of(matrix: Tensor, rows: int, columns: int) -> Any:
+    """The TMA descriptor for blocks of a matrix."""
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns])
 
 
 _few_rows = operator(

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.jobs.quantize import Quantize
+from tightfit.kernels.rounded_linear import rounded_values
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
-from tightfit.models.quantized.linear import rounded as rounded_activations
 from tightfit.models.quantized.ranges import Grid, fit_grid, in_groups
 from tightfit.models.quantized.rounding import SMALLEST_SCALE, StoredScales, rounded
 from tightfit.models.quantized.scheme import Scheme
@@ -84,7 +84,7 @@ class RoundedLinear:
         y = F.linear(x, weight.to(x.dtype), self.linear.bias)
         if self.outputs == "plain":
             return y
-        return y + (rounded_activations(y, "int8") - y).detach()
+        return y + (rounded_values(y, torch.int8) - y).detach()
 
     def grid(self) -> Grid:
         """The current scales and zero points."""

@@ -1,11 +1,11 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
-`kernels/quantized_linear.py`, `kernels/spqr_linear.py`, `kernels/int8_linear.py` and `kernels/fp8_matmul.py` read
-packed codes; on a CPU `kernels/int4_linear.py` does for few tokens, in layers repacked for it (`pack_for_cpu`). Schemes
-with rounded activations round them here, with a scale per token (s = max|x| / 127 for int8, / 448 for e4m3) or, where
-they are static, one for all from calibration, beyond whose range they saturate. LLM.int8 (Dettmers et al. 2022)
-leaves input channels that reach ±6 anywhere in the batch unrounded.
+`kernels/quantized_linear.py`, `kernels/spqr_linear.py` and `kernels/rounded_linear.py` read packed codes; on a CPU
+`kernels/int4_linear.py` does for few tokens, in layers repacked for it (`pack_for_cpu`). Inputs of schemes with
+activations are rounded too: with a scale per token or, where they are static, one for all from calibration, beyond
+whose range they saturate. LLM.int8 (Dettmers et al. 2022) leaves input channels that reach ±6 anywhere in the batch
+unrounded.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.fp8_matmul import NEEDED, fp8_matmul
-from tightfit.kernels.fp8_quantize import ALIGNED, quantize_rows
 from tightfit.kernels.int4_linear import MOST_ROWS, int4_linear, int4_scales, pack_int4, takes_int4, unpack_int4
-from tightfit.kernels.int8_linear import int8_linear
 from tightfit.kernels.packing import pack_tiles, unpack_tiles
 from tightfit.kernels.quantized_linear import expanded, quantized_linear
+from tightfit.kernels.rounded_linear import rounded_linear, rounded_values
 from tightfit.kernels.spqr_layout import SpqrTensors
 from tightfit.kernels.spqr_linear import expanded_spqr, spqr_linear
 from tightfit.kernels.triton_support import Impl
-from tightfit.models.quantized.codebooks import E4M3_LARGEST
 from tightfit.models.quantized.coded_scales import read_scales
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.held_spqr import arranged, coded_of
@@ -172,13 +169,8 @@ class QuantizedLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         scheme, scale = self.scheme, self.scale if self._has_row_scales else None
-        if scheme.activations == "int8" and self.scale is not None:
-            return int8_linear(x, self.packed, self.scale.expand(self.out_features, 1), self.input_scale)
-        if scheme.activations == "fp8" and scale is not None and can_multiply_fp8(x, self.out_features):
-            rows, row_scale = self._fp8_rows(x.reshape(-1, x.shape[-1]).contiguous())
-            return fp8_matmul(rows, self.packed, row_scale, scale.float(), x.dtype).view(*x.shape[:-1], -1)
-        if scheme.activations == "fp8":
-            return F.linear(rounded(x, "fp8", self.input_scale), self.dequantize(x.dtype))
+        if scheme.activations is not None and self.scale is not None:
+            return rounded_linear(x, self.packed, self.scale.expand(self.out_features, 1), self.input_scale)
         if self.cpu_scales is not None and x.numel() <= MOST_ROWS * self.in_features:
             return int4_linear(x, self.packed, self.cpu_scales, scheme.group)
         if self.is_packed and scale is not None:
@@ -187,40 +179,13 @@ class QuantizedLinear(nn.Module):
             return spqr_linear(x, spqr, impl=self.impl)
         return F.linear(x, self.dequantize(x.dtype))
 
-    def _fp8_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [M, K] in e4m3 and the scales of its rows [M, 1]."""
-        if self.input_scale is None:
-            return quantize_rows(x)
-        codes = (x.float() / self.input_scale.float()).clamp_(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-        return codes, self.input_scale.float().expand(len(x), 1).contiguous()
-
     def _with_outlier_channels(self, x: Tensor) -> Tensor:
         large = (x.abs() >= OUTLIER).flatten(0, -2).any(0)
-        small = rounded(x.masked_fill(large, 0), "int8")
+        small = rounded_values(x.masked_fill(large, 0), torch.int8)
         return F.linear(torch.where(large, x, small), self.dequantize(x.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} → {self.out_features}, {self.scheme.describe()}"
-
-
-def rounded(x: Tensor, kind: str, scale: Tensor | None = None) -> Tensor:
-    """x rounded to 8 bits: with a scale per token, or with the one `scale`, beyond whose range it saturates."""
-    most = 127.0 if kind == "int8" else E4M3_LARGEST
-    wide = x.to(torch.float32)
-    if scale is None:
-        scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / most
-    ratio = wide / scale.to(torch.float32)
-    if kind == "int8":
-        codes = ratio.round().clamp(-128, 127)
-    else:
-        codes = ratio.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).to(torch.float32)
-    return (codes * scale.to(torch.float32)).to(x.dtype)
-
-
-def can_multiply_fp8(x: Tensor, outputs: int) -> bool:
-    """Whether the GPU of `x` has a product of 8-bit floats for such a layer."""
-    aligned = x.shape[-1] % ALIGNED == 0 and outputs % ALIGNED == 0
-    return x.is_cuda and aligned and x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= NEEDED
 
 
 def _buffer(name: str) -> str:

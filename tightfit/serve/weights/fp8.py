@@ -43,8 +43,8 @@ class Fp8Weight(Weight):
         )
 
     @classmethod
-    def joined(cls, linears: Sequence[QuantizedLinear], bias: Tensor | None) -> Self:
-        """Layers of one input, one above the other."""
+    def joined(cls, linears: Sequence[QuantizedLinear], bias: Tensor | None, *, overlap: bool) -> Self:
+        """Layers of one input, one above the other; kernels for several tokens do not `overlap`."""
         codes, scale = join_buffers(linears, "packed"), join_buffers(linears, "scale", arranged=Tensor.float)
         assert codes is not None
         assert scale is not None

@@ -46,8 +46,8 @@ class Int4Weight(Weight):
         )
 
     @classmethod
-    def joined(cls, linears: Sequence[QuantizedLinear], bias: Tensor | None) -> Self:
-        """Layers of one input, one above the other."""
+    def joined(cls, linears: Sequence[QuantizedLinear], bias: Tensor | None, *, overlap: bool) -> Self:
+        """Layers of one input, one above the other; a CPU has nothing to `overlap`."""
         codes, scale, zero = (join_buffers(linears, name) for name in ("packed", "scale", "zero"))
         cpu_scales, scheme = join_buffers(linears, "cpu_scales", dim=1), linears[0].scheme
         assert codes is not None

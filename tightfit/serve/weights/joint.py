@@ -25,9 +25,10 @@ from tightfit.serve.weights.half import copy_bytes, halved, has_products, is_exa
 from tightfit.serve.weights.int4 import Int4Weight, rounds_products
 from tightfit.serve.weights.norm import Norm
 from tightfit.serve.weights.packed import PackedWeight
+from tightfit.serve.weights.rounded import RoundedWeight
 from tightfit.serve.weights.weight import PlainWeight, Weight
 
-CODED = (Fp8Weight, Int4Weight, PackedWeight)
+CODED = (Fp8Weight, Int4Weight, PackedWeight, RoundedWeight)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def join(linears: Sequence[nn.Linear], *, half: bool = False, overlap: bool = Fa
         return halved(plain) if half else plain
     bases: Any = [base_of(linear) for linear in linears]
     kind = next(kind for kind in CODED if kind.takes(bases))
-    return with_adapters(kind.joined(bases, bias), linears)
+    return with_adapters(kind.joined(bases, bias, overlap=overlap), linears)
 
 
 def _join_parameters(linears: Sequence[nn.Linear], name: str) -> Tensor:

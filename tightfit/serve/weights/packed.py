@@ -27,6 +27,8 @@ class PackedWeight(Weight):
     bits: int
     group: int
     bias: Tensor | None
+    overlap: bool
+    """Let kernels begin while the one before them ends."""
 
     @staticmethod
     def takes(linears: Sequence[nn.Module]) -> bool:
@@ -45,26 +47,26 @@ class PackedWeight(Weight):
         )
 
     @classmethod
-    def joined(cls, linears: Sequence[QuantizedLinear], bias: Tensor | None) -> Self:
+    def joined(cls, linears: Sequence[QuantizedLinear], bias: Tensor | None, *, overlap: bool) -> Self:
         """Layers of one input, one above the other."""
         scheme, words = linears[0].scheme, join_buffers(linears, "packed")
         scale, zero = (join_buffers(linears, name, arranged=by_group) for name in ("scale", "zero"))
         assert words is not None
         assert scale is not None
-        return cls(words, scale, zero, bits=scheme.bits, group=max(scheme.group, 0), bias=bias)
+        return cls(words, scale, zero, bits=scheme.bits, group=max(scheme.group, 0), bias=bias, overlap=overlap)
 
-    def product(self, x: Tensor, residual: Tensor | None = None, *, overlap: bool = False) -> Tensor:
+    def product(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = quantized_linear(
-            x, self.words, self.scale, self.zero, self.bits, self.group, residual=residual, overlap=overlap
+            x, self.words, self.scale, self.zero, self.bits, self.group, residual=residual, overlap=self.overlap
         )
         return y if self.bias is None else y + self.bias
 
-    def gated_product(self, x: Tensor, activation: Activation, *, overlap: bool = False) -> Tensor:
+    def gated_product(self, x: Tensor, activation: Activation) -> Tensor:
         if self.bias is not None:
-            gate, up = self.product(x, overlap=overlap).chunk(2, dim=-1)
+            gate, up = self.product(x).chunk(2, dim=-1)
             return glu(gate, up, activation)
         return quantized_linear(
-            x, self.words, self.scale, self.zero, self.bits, self.group, activation=activation, overlap=overlap
+            x, self.words, self.scale, self.zero, self.bits, self.group, activation=activation, overlap=self.overlap
         )
 
     def one_token(self, x: Tensor, fused: Fused) -> Tensor:
@@ -82,8 +84,8 @@ class PackedWeight(Weight):
             )
         x = fused.normed(x)
         if fused.activation is not None:
-            return self.gated_product(x, fused.activation, overlap=fused.overlap)
-        return self.product(x, fused.residual, overlap=fused.overlap)
+            return self.gated_product(x, fused.activation)
+        return self.product(x, fused.residual)
 
     def _has_vector_kernel(self, dtype: torch.dtype) -> bool:
         return self.words.is_cuda and takes_vector(self.words, self.bits, self.group, dtype)
