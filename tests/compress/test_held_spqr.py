@@ -41,7 +41,7 @@ def test_held_as_in_files(shape: tuple[int, int, int]) -> None:
     assert held_bytes(layer) == sum(tensor.nbytes for name, tensor in stored.items() if name != "weight_shape")
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_products_are_those_of_the_matrix(shape: tuple[int, int, int], rows: int) -> None:

@@ -98,7 +98,7 @@ def test_scale_and_unmasked_reference() -> None:
     assert torch.allclose(attention_eager(query, key, value, None, scale=6**-0.5), wanted, atol=1e-6)
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_flex_equals_eager(setting: str) -> None:
     """Uncompiled, over more than one of its blocks, and forward only: on CPUs it has no more."""

@@ -16,7 +16,7 @@ from benchmarks.reports.scatter import newest
 from benchmarks.reports.truth import settings, summary
 from benchmarks.truth.case import Case
 from benchmarks.truth.prediction import GIB, Prediction, formulas, is_captured, predict, step_seconds
-from tests.covering import chosen, shown, thorough
+from tests.covering import chosen, sampled, shown, thorough
 from tightfit.memory.formulas.fsdp2 import installed, of_torch
 from tightfit.memory.formulas.overheads import DEFAULT, INSTALLED, Overheads
 from tightfit.memory.formulas.training import training_ledger
@@ -186,6 +186,7 @@ def parts() -> list[Any]:
     return made
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "model", "rest"), parts())
 def test_simulated_peaks_are_what_the_table_says(
     name: str, model: str, *, rest: bool, monkeypatch: pytest.MonkeyPatch

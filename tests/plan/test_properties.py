@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.plan.dry_runs import questions, refusal_of, tried
 from tests.plan.questions import question
 from tightfit.hardware.catalog import CATALOG
@@ -101,6 +101,7 @@ FAMOUS = (
 )
 
 
+@sampled(2)
 @pytest.mark.parametrize(("model", "on", "length", "rows"), FAMOUS)
 def test_famous_cases_fit_and_run(model: str, on: str, length: int, rows: int, tmp_path: Path) -> None:
     asked = question(model, on, length, rows)
