@@ -122,6 +122,7 @@ def test_sensitivities_say_which_layers_matter(untied: Path) -> None:
     assert found.uniform[3] > found.uniform[4] > 0
 
 
+@sampled(3)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_layer_by_layer_is_what_the_whole_model_gives(family: str, tmp_path: Path) -> None:
     """Untied and tied ends, windows, capped logits, scaled embeddings, biases, learned positions."""

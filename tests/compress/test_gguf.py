@@ -98,6 +98,7 @@ def wide(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@sampled(2)
 @pytest.mark.parametrize("mixture", ["q4_k_m", "q5_k_m", thorough("q6_k"), "q4_0"])
 def test_llama_cpp_computes_the_same(mixture: str, wide: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")

@@ -176,7 +176,7 @@ PAIRS = [split for split in splits_that_fit(4) if "×" in split.name]
 test_context.py and test_expert.py, where two steps are compared."""
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(
     "split",
     [split if "ring" in split.name else thorough(split) for split in PAIRS],

@@ -98,7 +98,7 @@ def assert_same(found: Trace, truth: Trace, near: float = NEAR) -> None:
         assert distance(found.last[name], weight) < near, name
 
 
-@sampled(3)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]

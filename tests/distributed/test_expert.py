@@ -105,7 +105,7 @@ def above_four_ranks(case: tuple[Any, dict[str, Any], Levers]) -> bool:
     return Layout.model_validate({"micro_batch": 2, **case[1]}).ranks > 4
 
 
-@sampled(3)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(CASES, costly=above_four_ranks))
 def test_expert_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     spec, degrees, levers = CASES[name]

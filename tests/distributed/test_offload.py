@@ -56,7 +56,7 @@ def assert_same(group: Make, target: CheckTarget, least: int = 60, steps: int = 
     assert verdict.compared > least
 
 
-@sampled(3)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(LAYOUTS))
 def test_optimizer_states_on_the_host(group: Make, name: str) -> None:
     assert_same(group, target_of(LAYOUTS[name], offload="optimizer"))
@@ -79,6 +79,7 @@ def test_a_routed_model_offloads(group: Make) -> None:
 CORRECTED = replace(preset("tiny-deepseek-v3"), vocab_size=96)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("offload", "zero"), [("optimizer", 1), ("weights", 3), thorough("weights", 0)])
 def test_biases_that_are_not_trained_stay(group: Make, offload: Offload, zero: int) -> None:
     """Those that balance experts: FSDP2 gathers them with a layer, and no optimizer has them."""

@@ -51,7 +51,7 @@ def give(p: torch.nn.Parameter, gradient: Tensor) -> None:
     p.grad = like_shard(gradient[first : first + local(p).shape[0]].clone(), p)
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("name", [thorough("8bit"), *list(CASES)[1:]])
 def test_shards_are_updated_to_the_bits_of_one_process(group: Make, name: str) -> None:
     case = CASES[name]

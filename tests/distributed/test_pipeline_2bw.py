@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_losses_gradients_and_weights_are_those_of_the_recurrence(group: Make, name: str) -> None:
     case = CASES[name]

@@ -103,7 +103,7 @@ def test_tensor_ranks_route_alike(group: Make, spec: object, sequence_parallel: 
     assert_same(together(group(2).run(run_rank, case)), truth(replace(case.alone(), micro_batch=4)))
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_shards_inside_groups_train_as_one_process_does(group: Make, zero: int) -> None:
     case = Case(spec=UNEVEN, data=4, zero=zero, shard_inside=2, micro_batch=1, settings=CLIPPED)

@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("name", covering(CASES, costly=lambda target: target.layout.ranks > 8))
 def test_a_mesh_of_tensor_ranks_trains_as_one_process_does(group: Make, name: str) -> None:
     """Loss, every gradient, every weight after the step; copies to the bit."""

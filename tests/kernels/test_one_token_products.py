@@ -112,6 +112,7 @@ def test_8_bit_floats(case: dict[str, Any]) -> None:
     assert_as_eager(found, x, codes.double() * scale.double()[:, None], tensors, rest)
 
 
+@sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 48, 160), (17, 33, 64), (40, 20, 96)])
 def test_some_tokens_by_8_bit_floats(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:

@@ -126,6 +126,7 @@ def test_activations(activation: str) -> None:
     assert_no_worse(found, reference, truth)
 
 
+@sampled(2)
 @pytest.mark.parametrize("frozen", [(0,), (1, 2, 3), (4,)], ids=str)
 def test_only_the_gradients_that_are_asked_for(frozen: tuple[int, ...]) -> None:
     experts = chosen("any")

@@ -138,6 +138,7 @@ def test_formulas_and_costs_are_what_the_table_says(name: str) -> None:
     assert not said, sentence(name, said)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", FLAGS)
 def test_formulas_are_within_one_percent_of_the_simulation(name: str) -> None:
     """Of every row, whose simulation is today's (test_simulated_peaks_are_what_the_table_says)."""
@@ -186,7 +187,7 @@ def parts() -> list[Any]:
     return made
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(("name", "model", "rest"), parts())
 def test_simulated_peaks_are_what_the_table_says(
     name: str, model: str, *, rest: bool, monkeypatch: pytest.MonkeyPatch

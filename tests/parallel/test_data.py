@@ -135,6 +135,7 @@ def watch_head(decoder: Decoder, see: Callable[[torch.Tensor], None]) -> None:
     decoder.norm.register_forward_hook(lambda *_: see(decoder.head.weight))
 
 
+@sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_fused_loss_reads_the_whole_head(zero: int, tied: bool) -> None:
