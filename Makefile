@@ -68,7 +68,7 @@ docs: install
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
-# Wrong inputs of every kind, and kills at any instant: minutes, not seconds. `make test` runs 150 and 10 of them.
+# Wrong inputs of every kind, and kills at any instant: minutes, not seconds. `make test` runs 120 and 8 of them.
 .PHONY: fuzz stress
 SEED ?= 1
 JOBS ?= $(shell nproc)
@@ -76,7 +76,7 @@ JOBS ?= $(shell nproc)
 fuzz: install
 	@$(BIN)/python -m tests.fuzz --cases 10000 --seed $(SEED) --jobs $(JOBS)
 
-# Random questions to the planner, each answer run dry. `make test` asks 40 of them.
+# Random questions to the planner, each answer run dry. `make test` asks 9 of them.
 .PHONY: dry-runs
 dry-runs: install
 	@$(BIN)/python -m tests.plan.dry_runs --questions 500 --seed $(SEED)

@@ -77,10 +77,12 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def refreshed(text: str) -> str:
-    """`text` with every marked block made anew."""
+def refreshed(text: str, but: str | None = None) -> str:
+    """`text` with every marked block, `but` one, made anew."""
 
     def block(match: re.Match[str]) -> str:
+        if match[1] == but:
+            return match[0]
         return f"<!-- begin {match[1]} -->\n{BLOCKS[match[1]]()}\n<!-- end {match[1]} -->"
 
     return re.sub(r"<!-- begin ([\w-]+) -->\n.*?<!-- end \1 -->", block, text, flags=re.DOTALL)

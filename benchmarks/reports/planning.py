@@ -110,10 +110,10 @@ def efficiency_rows() -> Rows:
     return ("what", "share of the data sheet"), [(name, f"{share:.1%}") for name, share in shares]
 
 
-def example_rows() -> Rows:
+def example_rows(examples: Sequence[tuple[str, str, int, int]] = EXAMPLES) -> Rows:
     """Questions people ask, and the planner's answers."""
     rows = []
-    for model, on, seq, batch in EXAMPLES:
+    for model, on, seq, batch in examples:
         machine = parse_machine(on)
         workload = make_workload(resolve_spec(model), machine, sequence_length=seq, rows=batch)
         plan = answer(Question(model=model, workload=workload, machine=machine)).plan

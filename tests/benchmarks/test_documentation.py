@@ -7,13 +7,28 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reports.documentation import ROOT, TRUTH, markdown_table, pages, refreshed
+from benchmarks.reports.planning import EXAMPLES, example_rows
 from benchmarks.rows import RESULTS
+from tests.covering import sampled
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_generated_tables_are_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert refreshed(text) == text, "run `make docs`"
+    assert refreshed(text, but="plan-examples") == text, "run `make docs`"
+
+
+@sampled(3)
+@pytest.mark.parametrize(
+    "number", range(len(EXAMPLES)), ids=lambda number: f"{EXAMPLES[number][0]} {EXAMPLES[number][1]}"
+)
+def test_examples_of_plans_are_up_to_date(number: int) -> None:
+    """Each takes a search of its own, seconds of a core together."""
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- begin plan-examples -->\n(.*?)\n<!-- end plan-examples -->", page, flags=re.DOTALL)
+    header, rule, *rows = block.splitlines()
+    assert len(rows) == len(EXAMPLES)
+    assert [header, rule, rows[number]] == markdown_table(*example_rows(EXAMPLES[number : number + 1])).splitlines()
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.covering import sampled
+
 BLOCKED = """
 import sys
 class Absent:
@@ -22,6 +24,7 @@ def base_install(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", BLOCKED, *arguments], capture_output=True, text=True)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["models"], ["models", "llama-3.1-8b", "--json"], ["train", "--fields"]]
 )
@@ -31,6 +34,7 @@ def test_inspecting_needs_no_torch(arguments: list[str]) -> None:
     assert made.stdout
 
 
+@sampled(3)
 @pytest.mark.parametrize("arguments", [["train"], ["sample", "somewhere", "-p", "x"], ["export", "a", "b"]])
 def test_what_needs_torch_says_how_to_get_it(arguments: list[str]) -> None:
     made = base_install(*arguments)

@@ -78,7 +78,7 @@ def test_errors_without_text_are_told_as_those_of_weights(tiny: Path, tmp_path: 
     assert told.endswith("…; compressed-tensors)")
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     "method",
     [

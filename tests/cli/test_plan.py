@@ -11,6 +11,7 @@ import yaml
 
 from benchmarks.reports.documentation import ROOT
 from tests.cli.test_base_install import base_install
+from tests.covering import sampled
 from tests.speed import million_turns_s, python_s, within_turns
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.presets import preset
@@ -245,6 +246,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [

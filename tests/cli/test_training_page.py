@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.covering import sampled
 from tests.train.jobs import SMALL_RUN, tiny_job
 from tightfit.cli import main as cli
 
@@ -41,6 +42,7 @@ def test_commands_run_as_written(
     assert (folder / "runs" / "mine" / "checkpoints").is_dir()
 
 
+@sampled(2)
 @pytest.mark.parametrize(("options", "without", "with_run"), ROWS, ids=[row[0] or "nothing" for row in ROWS])
 def test_the_table_of_starts_is_true(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: str, without: str, with_run: str

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tightfit.compress.gptq import GptqOptions, gptq
 from tightfit.compress.inputs import InputStatistics, output_error
 from tightfit.compress.layer_compression import code_weight
@@ -64,6 +65,7 @@ def test_every_weight_gets_the_nearest_number(scheme: Scheme) -> None:
         assert bool(((made - weight).abs() <= (other - weight).abs() + 1e-6).all())
 
 
+@sampled(3)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
 def test_the_best_range_is_no_worse_than_the_whole(scheme: Scheme) -> None:
     weight, importance = matrix(), moment().diagonal()
@@ -158,6 +160,7 @@ def by_elimination(weight: Tensor, hessian: Tensor, scheme: Scheme, act_order: s
     return made
 
 
+@sampled(3)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits_and_group", [(4, 16), (2, 8), (3, 0)], ids=str)
 @pytest.mark.parametrize("act_order", ["none", "static", "groups"])
@@ -173,6 +176,7 @@ def test_gptq_is_what_eliminating_columns_gives(
     torch.testing.assert_close(made.double(), wanted.double(), rtol=1e-6, atol=1e-9)
 
 
+@sampled(4)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=Scheme.describe)
 @pytest.mark.parametrize("act_order", ["none", "static", "groups"])
 def test_gptq_leaves_less_error_than_rounding(scheme: Scheme, act_order: str) -> None:

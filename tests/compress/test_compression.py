@@ -71,7 +71,7 @@ def recipe_for(name: str) -> Recipe:
     return recipe_of(name, **METHODS[name])
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     report = run(tiny, tmp_path / "small", recipe_for(name), text, token_cache)
@@ -105,6 +105,7 @@ def test_methods_with_data_beat_rounding(
     assert errors["gptq"] < errors["rtn"]
 
 
+@sampled(2)
 @pytest.mark.parametrize("recipe", [recipe_of(name, **METHODS[name]) for name in ("gptq", "round")], ids=str)
 def test_killed_and_run_again(
     recipe: Recipe, tiny: Path, text: Path, token_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -319,7 +320,7 @@ FAMILIES = {
 }
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     ("method", "name"),
     [("awq", name) for name in FAMILIES]

@@ -14,6 +14,7 @@ from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES
 from tests.compress.whole_model import divergence, predictions, rounded_to, whole_sensitivities
+from tests.covering import sampled
 from tightfit.compress.bit_choice import (
     LEAST_WIDTHS,
     BitChoice,
@@ -121,6 +122,7 @@ def test_sensitivities_say_which_layers_matter(untied: Path) -> None:
     assert found.uniform[3] > found.uniform[4] > 0
 
 
+@sampled(3)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_layer_by_layer_is_what_the_whole_model_gives(family: str, tmp_path: Path) -> None:
     """Untied and tied ends, windows, capped logits, scaled embeddings, biases, learned positions."""
@@ -243,6 +245,7 @@ def test_a_model_that_fits_its_card(fitted: tuple[CompressionJob, Fit]) -> None:
         assert getattr(getattr(module, "scheme", None), "bits", 16) == bits
 
 
+@sampled(3)
 @pytest.mark.parametrize("bits", LEAST_WIDTHS)
 def test_estimates_are_of_what_rounding_to_nearest_does(bits: int, untied: Path, tmp_path: Path) -> None:
     """All layers at one width, as `--fit --method rtn` measures them and as the directory then has them."""

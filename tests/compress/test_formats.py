@@ -128,6 +128,7 @@ def test_nf4_of_bitsandbytes() -> None:
     torch.testing.assert_close(back, BitsAndBytes().decode(ours, NF4_SCHEME, "m").dequantize(), rtol=1e-5, atol=1e-6)
 
 
+@sampled(3)
 @pytest.mark.parametrize("form", ["gptq", "awq", "compressed-tensors"])
 def test_codes_move_between_layouts(form: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     run(tiny, tmp_path / "small", recipe_of("rtn", bits=4, group=32), text, token_cache)

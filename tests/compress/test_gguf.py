@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tightfit.compress.gguf_blocks import CODERS, encode_rows
 from tightfit.compress.gguf_export import GgufCoder, export_gguf
 from tightfit.compress.gguf_feedback import encode_with_feedback
@@ -63,6 +63,7 @@ def test_searching_beats_the_package(kind: str) -> None:
     assert error(read(encode_rows(weight, kind), kind), weight) < 0.95 * error(read(theirs, kind), weight)
 
 
+@sampled(3)
 @pytest.mark.parametrize("kind", [kind for kind in CODERS if kind != "Q8_0"])
 def test_errors_passed_on_leave_less_of_them(kind: str) -> None:
     """Inputs that go together: what rounding does to one, codes of the others make up for."""
@@ -97,6 +98,7 @@ def wide(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@sampled(2)
 @pytest.mark.parametrize("mixture", ["q4_k_m", "q5_k_m", thorough("q6_k"), "q4_0"])
 def test_llama_cpp_computes_the_same(mixture: str, wide: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")

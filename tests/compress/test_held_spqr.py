@@ -28,6 +28,7 @@ SHAPES = [(32, 256, 3), (64, 256, 2), (32, 512, 4), (40, 256, 3), (32, 128, 3), 
 """Outputs, inputs and bits: three that the kernels take, and too few rows, inputs and another width."""
 
 
+@sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_held_as_in_files(shape: tuple[int, int, int]) -> None:
     weight = coded(*shape)
@@ -41,7 +42,7 @@ def test_held_as_in_files(shape: tuple[int, int, int]) -> None:
     assert held_bytes(layer) == sum(tensor.nbytes for name, tensor in stored.items() if name != "weight_shape")
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_products_are_those_of_the_matrix(shape: tuple[int, int, int], rows: int) -> None:

@@ -53,6 +53,7 @@ WIDTHS: list[dict[str, Any]] = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize("options", WIDTHS, ids=str)
 def test_every_width(options: dict[str, Any], tiny: Path, tmp_path: Path) -> None:
     """From headers as when loaded, and the scheme knows it too."""

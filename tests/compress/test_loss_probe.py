@@ -53,7 +53,7 @@ def whole_models_kl(job: ShrinkingJob, rows: int) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_against_whole_models(way: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """More rows than are probed; and the same number from a run that goes on where another was stopped."""

@@ -80,7 +80,7 @@ def is_quick(method: str, spec: ModelSpec, rows: int, length: int, phase: Phase 
     )
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(
     ("method", "spec", "rows", "length", "phase"), [case if is_quick(*case) else thorough(*case) for case in CASES]
 )
@@ -140,7 +140,7 @@ def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
     return said[0]
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     ("spec", "method", "rows", "phase"),
     [
@@ -192,7 +192,7 @@ def test_a_model_that_writes_its_own_text(
     assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     ("spec", "rows", "length", "phase"),
     [

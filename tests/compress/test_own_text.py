@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.compress.conftest import SPEC, random_model
+from tests.covering import sampled
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.factoring import FactoringJob, factorise
@@ -111,6 +112,7 @@ def test_what_it_costs_is_told_before_it_is_written(tiny: Path, tmp_path: Path) 
 SHARED: dict[str, Any] = {"samples": 2, "length": 8}
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "shrink",
     [

@@ -63,12 +63,13 @@ def served(
     return top / "model", top / "small", theirs
 
 
-@sampled(2)
+@sampled(4)
 def test_answers_are_what_transformers_generates(served: tuple[Path, Path, Any]) -> None:
     _, small, theirs = served
     assert_answers(theirs, small, None)
 
 
+@sampled(3)
 @pytest.mark.parametrize("served", GUESSED, indirect=True)
 def test_a_draft_changes_no_answer(served: tuple[Path, Path, Any]) -> None:
     original, small, theirs = served

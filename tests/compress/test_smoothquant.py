@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
+from tests.covering import sampled
 from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.observation import observe
 from tightfit.compress.recipe import Step
@@ -88,6 +89,7 @@ FAMILIES: dict[str, ModelSpec] = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("alpha", [0.25, 0.6, 0.9, None])
 def test_what_is_folded_into_norms_changes_no_logits(family: str, alpha: float | None) -> None:

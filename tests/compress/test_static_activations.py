@@ -114,7 +114,7 @@ def test_a_scale_for_the_whole_matrix_rounds_inputs_too() -> None:
     assert float((wanted - x @ coded.dequantize().T).abs().max()) > 1e-3
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_calibrated_stored_and_run(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """Beside the same codes with inputs rounded by hand, as the files' scales say."""

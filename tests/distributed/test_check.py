@@ -288,6 +288,7 @@ FOUND = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("fault", "layout", "kind", "name"), FOUND)
 def test_a_fault_is_found_where_it_is(group: Make, fault: str, layout: Layout, kind: str, name: str) -> None:
     verdict = group(2).run(judge, target(layout), fault)[0]
@@ -343,6 +344,7 @@ SHRUNK = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize(("name", "layout"), SHRUNK)
 def test_a_miniature_keeps_what_can_go_wrong(group: Make, name: str, layout: Layout) -> None:
     large = CheckTarget(preset(name), layout, passes=2, length=4096)
@@ -371,7 +373,7 @@ SINKS = {
 }
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(SINKS))
 def test_attention_sinks_and_biased_experts_pass(group: Make, name: str) -> None:
     """gpt-oss over every kind of ranks: sinks by head, windows, biased experts, a clamped gate."""

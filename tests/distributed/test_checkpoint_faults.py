@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from tests.covering import sampled
 from tests.distributed.group import Group
 from tests.distributed.test_failures import launch
 from tests.distributed.test_runs import run_fields, write_again
@@ -61,6 +62,7 @@ def test_what_cannot_be_written_in_the_background_is_told_by_all(group: Make, ma
     assert load_model(str(job.output)).model.spec.layers == 2
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("now", "words"),
     [

@@ -84,14 +84,14 @@ def assert_same(group: Make, target: CheckTarget) -> None:
     assert verdict.compared > 50
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(EXCHANGED, costly=above_four_ranks))
 def test_ranks_that_exchange_heads_train_as_one_process(group: Make, name: str) -> None:
     spec, layout, levers = EXCHANGED[name]
     assert_same(group, CheckTarget(spec, layout, levers, passes=2))
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(RINGS, costly=above_four_ranks))
 def test_rings_train_as_one_process(group: Make, name: str) -> None:
     spec, layout, levers = RINGS[name]
@@ -135,6 +135,7 @@ def whole_rows(target: CheckTarget) -> list[float]:
     return found
 
 
+@sampled(3)
 @pytest.mark.parametrize(("spec", "ring_ranks"), covering(list(product((GEMMA, TINY), (1, 2, 4)))))
 def test_rows_of_one_document_and_evaluation(group: Make, spec: ModelSpec, ring_ranks: int) -> None:
     target = CheckTarget(spec, Layout(context=4, ring=ring_ranks, zero=3, micro_batch=2))
@@ -197,6 +198,7 @@ def judge_faulty(target: CheckTarget, fault: str) -> Verdict:
         return compare(target, mesh_of(target.layout), torch.device("cpu"), steps=1)
 
 
+@sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_gate_finds_what_is_broken(group: Make, fault: str) -> None:
     _, spec, ring_ranks = FAULTS[fault]

@@ -52,7 +52,7 @@ def sent_in_a_step(target: CheckTarget) -> Sent:
     return traffic.elements
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sent_is_the_formula(group: Make, name: str) -> None:
     spec, layout = CASES[name]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.training import mesh_of
 from tests.hardware.test_calibration import MEASURED
@@ -176,6 +176,7 @@ PAIRS = [split for split in splits_that_fit(4) if "×" in split.name]
 test_context.py and test_expert.py, where two steps are compared."""
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "split",
     [split if "ring" in split.name else thorough(split) for split in PAIRS],

@@ -98,7 +98,7 @@ def assert_same(found: Trace, truth: Trace, near: float = NEAR) -> None:
         assert distance(found.last[name], weight) < near, name
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
@@ -107,6 +107,7 @@ def test_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     assert_same(together(found), truth(case.alone()))
 
 
+@sampled(2)
 @pytest.mark.parametrize("split", [{"data": 2}, {"data": 2, "zero": 3}, {"tensor": 2}], ids=str)
 def test_weights_shrink_as_on_one_process(group: Make, split: dict[str, int]) -> None:
     case = replace(Case(micro_batch=2, settings=SETTINGS.model_copy(update={"l1": 1.0})), **split)  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def test_weights_shrink_as_on_one_process(group: Make, split: dict[str, int]) ->
     assert all(zeros)
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(("zero", "scales"), [(0, "learned"), (1, "learned"), (2, "minmax"), (3, "learned")])
 def test_rounded_weights_train_as_on_one_process(group: Make, zero: int, scales: str) -> None:
     rounding = Quantize.model_validate({"bits": 4, "group": 8, "scales": scales})
@@ -169,7 +170,7 @@ def test_routed_layers_count_their_balance_by_tokens(group: Make, zero: int) -> 
     assert_same(together(group(2).run(run_rank, case)), truth(replace(case, data=1, zero=0)))
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(("zero", "precision"), covering(list(product(range(4), ("bf16", "fp16", "pure-bf16")))))
 def test_sixteen_bits_are_as_near_the_truth_as_on_one_process(group: Make, zero: int, precision: str) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, steps=2, precision=precision, states=True)  # type: ignore[arg-type]
@@ -205,6 +206,7 @@ def test_fp16_overflow_is_skipped_by_all_ranks_together(group: Make, zero: int) 
     assert all(torch.equal(both.last[name], weight) for name, weight in both.first.items())
 
 
+@sampled(2)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all(group: Make, zero: int) -> None:
     case = Case(data=4, zero=zero, micro_batch=2)

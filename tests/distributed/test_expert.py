@@ -105,7 +105,7 @@ def above_four_ranks(case: tuple[Any, dict[str, Any], Levers]) -> bool:
     return Layout.model_validate({"micro_batch": 2, **case[1]}).ranks > 4
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(CASES, costly=above_four_ranks))
 def test_expert_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     spec, degrees, levers = CASES[name]
@@ -119,6 +119,7 @@ LOADS = {"one rank idle": (0, 1, 2), "uneven": (6, 0, 7), "one hot": (5, 5, 5)}
 RECOMPUTED = (Levers(), Levers(checkpoint_every=1), Levers(checkpoint_every=1, checkpoint_keep="matmuls"))
 
 
+@sampled(2)
 @pytest.mark.parametrize(("load", "zero", "levers"), covering(list(product(LOADS, (0, 3), RECOMPUTED))))
 def test_whatever_the_load(group: Make, load: str, zero: int, levers: Levers) -> None:
     """A rank that gets nothing still answers, and experts that get nothing have gradients of zero; a recomputed layer

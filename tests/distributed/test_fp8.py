@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.covering import sampled
 from tests.distributed.group import Group
 from tests.distributed.training import Case, run_rank, together, truth
 from tests.train.models import TINY
 from tightfit.jobs.levers import Levers
 
 
+@sampled(2)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_train_in_fp8_as_one_process_does(group: Callable[[int], Group], zero: int) -> None:
     spec = replace(TINY, head_dim=16, mlp_size=96)

@@ -56,7 +56,7 @@ def assert_same(group: Make, target: CheckTarget, least: int = 60, steps: int = 
     assert verdict.compared > least
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(LAYOUTS))
 def test_optimizer_states_on_the_host(group: Make, name: str) -> None:
     assert_same(group, target_of(LAYOUTS[name], offload="optimizer"))
@@ -79,6 +79,7 @@ def test_a_routed_model_offloads(group: Make) -> None:
 CORRECTED = replace(preset("tiny-deepseek-v3"), vocab_size=96)
 
 
+@sampled(2)
 @pytest.mark.parametrize(("offload", "zero"), [("optimizer", 1), ("weights", 3), thorough("weights", 0)])
 def test_biases_that_are_not_trained_stay(group: Make, offload: Offload, zero: int) -> None:
     """Those that balance experts: FSDP2 gathers them with a layer, and no optimizer has them."""
@@ -86,7 +87,7 @@ def test_biases_that_are_not_trained_stay(group: Make, offload: Offload, zero: i
     assert_same(group, CheckTarget(CORRECTED, layout, Levers(offload=offload, checkpoint_every=1), passes=2))
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(
     ("zero", "tensor", "precision", "levers"),
     [
@@ -145,6 +146,7 @@ IN_BACKWARD: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "name", ["zero-1", "zero-3", "context", "tensor", *map(thorough, ("zero-2", "hybrid", "tensor-zero-3"))]
 )
@@ -199,6 +201,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "name", ["zero-2", "zero-3", "stages-zero-1", *map(thorough, ("zero-1", "tensor-zero-3", "hybrid", "context"))]
 )
@@ -216,6 +219,7 @@ def test_uneven_shards_of_weights_and_of_experts_on_the_host(group: Make) -> Non
     assert_same(group, CheckTarget(TINY_ROUTED, routed, levers, settings=UNCLIPPED), least=40)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["zero-0", "interleaved", *map(thorough, ("tensor", "stages", "stages-data"))])
 def test_weights_on_the_host(group: Make, name: str) -> None:
     layout = LAYOUTS[name]

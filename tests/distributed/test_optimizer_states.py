@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.parts import Parts, held, united
 from tests.distributed.training import UNEVEN, Case, build, mesh_of, run_rank, together, truth
@@ -51,6 +51,7 @@ def give(p: torch.nn.Parameter, gradient: Tensor) -> None:
     p.grad = like_shard(gradient[first : first + local(p).shape[0]].clone(), p)
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", [thorough("8bit"), *list(CASES)[1:]])
 def test_shards_are_updated_to_the_bits_of_one_process(group: Make, name: str) -> None:
     case = CASES[name]
@@ -63,6 +64,7 @@ def test_shards_are_updated_to_the_bits_of_one_process(group: Make, name: str) -
     assert [n for n, t in expected.items() if not torch.equal(again[n], t)] == []
 
 
+@sampled(2)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_train_in_eight_bits_as_one_process_does(group: Make, zero: int) -> None:
     case = Case(data=2, zero=zero, micro_batch=2, levers=EIGHT)

@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_a_pipeline_trains_as_one_process_does(group: Make, name: str) -> None:
     case = CASES[name]
@@ -98,6 +98,7 @@ def test_a_pipeline_trains_as_one_process_does(group: Make, name: str) -> None:
     assert_same(together(found), truth(case.whole()))
 
 
+@sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_routed_layers_count_their_balance_by_tokens(group: Make, schedule: PipelineSchedule) -> None:
     """Balance is not linear in rows, so the truth here takes the same micro-batches one after another."""
@@ -129,7 +130,7 @@ def test_whole_gradients_of_micro_batches_are_summed_in_float32(group: Make) -> 
         assert distance(piped.gradients[0][name], gradient) < 1e-5, name
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("form", ["8bit", "bf16", "factored"])
 def test_optimizer_states_are_those_of_one_process(group: Make, form: StateFormat) -> None:
     case = Piped(spec=DEEP_TIED, steps=2, levers=Levers(optimizer_states=form), states=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.covering import covering, thorough
+from tests.covering import covering, sampled, thorough
 from tests.distributed.group import Group
 from tests.distributed.parts import held
 from tests.distributed.piping import DEEP, Piped
@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_losses_gradients_and_weights_are_those_of_the_recurrence(group: Make, name: str) -> None:
     case = CASES[name]

@@ -95,7 +95,7 @@ def neighbours(ways: dict[str, Way]) -> list[Any]:
     return [thorough(*pair) if number else pair for number, pair in enumerate(pairs)]
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(("ways", "writer", "reader"), [*neighbours(DENSE), *neighbours(EXPERTS)])
 def test_each_layout_reads_what_another_wrote(
     group: Make, make: Callable[..., Job], ways: dict[str, Way], writer: str, reader: str

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.distributed.group import Group
 from tightfit.kernels.partial_attention import attend_part, attend_part_backward
 from tightfit.parallel import ring
@@ -78,6 +79,7 @@ def timelines() -> tuple[list[list[torch.dtype]], list[list[torch.dtype]]]:
     return forward, line.during
 
 
+@sampled(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_next_keys_are_on_their_way_while_those_at_hand_are_attended_to(group: Make, ranks: int) -> None:
     """Forward; backward the gradients of keys follow a step behind, from the second part on that others own."""

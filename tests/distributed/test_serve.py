@@ -79,7 +79,7 @@ def saved(spec: ModelSpec, folder: Path) -> tuple[str, Decoder]:
     return str(folder), model.eval()
 
 
-@sampled(2)
+@sampled(5)
 @pytest.mark.parametrize(("name", "spread"), CASES, ids=lambda each: str(each))
 def test_ranks_answer_as_one_process(name: str, spread: Spread, group: Make, tmp_path: Path) -> None:
     source, model = saved(SHAPES[name], tmp_path / "model")

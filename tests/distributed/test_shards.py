@@ -26,7 +26,7 @@ ODD = replace(TINY, vocab_size=97, hidden_size=34, mlp_size=66)
 SPECS = {"dense": TINY, "tied": TIED, "routed": TINY_ROUTED, "odd": ODD}
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", SPECS)
 def test_weights_of_a_file_reach_the_rank_that_holds_them(group: Make, tmp_path: Path, name: str, world: int) -> None:
@@ -57,7 +57,7 @@ CUT = {
 }
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("name", CUT)
 def test_parts_lie_where_torch_gathers_them_from(group: Make, name: str) -> None:
     """Other tests, and the equivalence gate, put parts together by their places; torch's gathering is the reference."""

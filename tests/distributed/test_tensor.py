@@ -84,7 +84,7 @@ STREAMS = {
 }
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", covering(STREAMS))
 def test_tensor_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     """And what several ranks hold stays the same to the bit, which is how their parts are put together."""
@@ -94,7 +94,7 @@ def test_tensor_ranks_train_as_one_process_does(group: Make, name: str) -> None:
     assert_same(together(found), truth(case.alone()))
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("spec", [TINY_ROUTED, SHARED], ids=["routed", "shared"])
 def test_tensor_ranks_route_alike(group: Make, spec: object, sequence_parallel: bool) -> None:
@@ -103,6 +103,7 @@ def test_tensor_ranks_route_alike(group: Make, spec: object, sequence_parallel: 
     assert_same(together(group(2).run(run_rank, case)), truth(replace(case.alone(), micro_batch=4)))
 
 
+@sampled(3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_shards_inside_groups_train_as_one_process_does(group: Make, zero: int) -> None:
     case = Case(spec=UNEVEN, data=4, zero=zero, shard_inside=2, micro_batch=1, settings=CLIPPED)

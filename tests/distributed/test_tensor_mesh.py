@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.group import Group
 from tests.distributed.training import GEMMA, GPT2
 from tests.train.models import TINY
@@ -83,6 +83,7 @@ CASES = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", covering(CASES, costly=lambda target: target.layout.ranks > 8))
 def test_a_mesh_of_tensor_ranks_trains_as_one_process_does(group: Make, name: str) -> None:
     """Loss, every gradient, every weight after the step; copies to the bit."""

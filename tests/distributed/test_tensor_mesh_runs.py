@@ -13,6 +13,7 @@ from tightfit.jobs.job import Job
 
 Make = Callable[[int], Group]
 ROWS = {"micro_batch": 4}
+SQUARE = {"tensor": 4, "tensor_mesh": "2d"} | ROWS
 CUBE = {"tensor": 8, "tensor_mesh": "3d"} | ROWS
 DEEP = {"tensor": 8, "tensor_mesh": "2.5d", "tensor_depth": 2} | ROWS
 SHARDED_SQUARE = {"data": 2, "zero": 1, "tensor": 4, "tensor_mesh": "2d"} | ROWS
@@ -33,8 +34,11 @@ def test_what_a_cube_saves_is_read_by_every_layout(
         assert found == expected, name
 
 
-def test_a_mesh_goes_on_from_pieces_of_another_layout(group: Make, make: Callable[..., Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [SQUARE, thorough(CUBE)], ids=["square", "cube"])
+def test_a_mesh_goes_on_from_pieces_of_another_layout(
+    group: Make, make: Callable[..., Job], mesh: dict[str, Any], tmp_path: Path
+) -> None:
     fields: dict[str, Any] = {"steps": 1, "global_batch": 8}
     run_on(group, make("pieces", {"data": 4, "zero": 3, "micro_batch": 2}, **fields))
     expected = rewritten(group, make("pieces", ROWS, **fields), make("copy").output)
-    assert rewritten(group, make("pieces", CUBE, **fields), make("copy by a cube").output) == expected
+    assert rewritten(group, make("pieces", mesh, **fields), make("copy by a mesh").output) == expected

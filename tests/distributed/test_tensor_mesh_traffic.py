@@ -95,7 +95,7 @@ def told(messages: list[Message]) -> Counter[str]:
     return found
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", [thorough(name) if layout is NINE else name for name, (_, layout) in CASES.items()])
 def test_what_is_sent_is_the_formula(group: Make, name: str) -> None:
     """Of every collective, forward and backward, on every rank."""
@@ -153,6 +153,7 @@ def kept_by_a_layer(spec: ModelSpec, layout: Layout) -> int:
     return three - two
 
 
+@sampled(3)
 @pytest.mark.parametrize("layout", [SQUARE, DEEP, CUBE], ids=["2d", "2.5d", "3d"])
 def test_a_rank_keeps_its_share_of_activations(group: Make, layout: Layout) -> None:
     """1/q² of a layer's activations, 1/(d q²), 1/q³: one in as many as there are ranks.

@@ -35,6 +35,7 @@ TILED = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_train_in_tiles_as_one_process_does_whole(group: Callable[[int], Group], zero: int) -> None:
     case = Case(spec=GEMMA, data=2, zero=zero, micro_batch=2, levers=Levers(tiles=3, checkpoint_every=1))
@@ -45,7 +46,7 @@ def test_ranks_train_in_tiles_as_one_process_does_whole(group: Callable[[int], G
         assert (found.gradients[-1][name] - gradient).norm() <= 2e-5 * gradient.norm(), name
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     ("spec", "layout"),
     covering(TILED),

@@ -143,7 +143,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Materials:
 SLOW = ("a row of 12 MB", "400 strings of 4 MB written out", "400 equal chats of 4 MB", "another")
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in BOUNDS])
 def test_bounded(given: Materials, name: str) -> None:
     kinds = {name: lambda _, given, folder: lambda: BOUNDS[name](given, folder)}

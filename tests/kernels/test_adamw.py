@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, HAS_GPU, error
 from tightfit.jobs.state_format import BLOCK_8BIT
 from tightfit.kernels.adamw import Numbers, adamw, updated_weight
@@ -40,6 +41,7 @@ def test_plain_update_is_torchs_adamw() -> None:
     assert torch.allclose(ours.cpu(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+@sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("states", [torch.float32, NARROW], ids=str)
 @pytest.mark.parametrize("with_copy", [False, True])
@@ -68,6 +70,7 @@ def _exact(w: Tensor, g: Tensor, m: Tensor, v: Tensor, n: Numbers) -> Tensor:
     return w * (1 - n.lr * n.weight_decay) - n.lr * m_hat / (v_hat.sqrt() + n.eps)
 
 
+@sampled(2)
 @pytest.mark.parametrize("shape", MATRICES, ids=str)
 @pytest.mark.parametrize("key", [None, 77])
 def test_eight_bit_kernel_follows_the_plain_path(shape: tuple[int, ...], key: int | None) -> None:

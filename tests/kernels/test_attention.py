@@ -77,6 +77,7 @@ def run(impl: Any, shape: dict[str, int], setting: dict[str, Any], heads: int = 
     return (out, *torch.autograd.grad(out.square().sum(), (query, key, value)))
 
 
+@sampled(3)
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
 def test_plain_implementations_follow_the_definition(shape: dict[str, int], setting: dict[str, Any]) -> None:
     query, key, value = (x.detach() for x in qkv(**shape))
@@ -85,6 +86,7 @@ def test_plain_implementations_follow_the_definition(shape: dict[str, int], sett
         assert torch.allclose(run(impl, shape, setting)[0], wanted, atol=1e-5), impl
 
 
+@sampled(3)
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize(("shape", "setting"), COMBINATIONS)
 def test_sdpa_equals_eager_in_output_and_gradients(shape: dict[str, int], setting: dict[str, Any], heads: int) -> None:
@@ -98,7 +100,7 @@ def test_scale_and_unmasked_reference() -> None:
     assert torch.allclose(attention_eager(query, key, value, None, scale=6**-0.5), wanted, atol=1e-6)
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_flex_equals_eager(setting: str) -> None:
     """Uncompiled, over more than one of its blocks, and forward only: on CPUs it has no more."""

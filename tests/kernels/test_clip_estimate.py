@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE
 from tightfit.kernels.clip_estimate import CLIP_EPSILON, TRUST, clip_estimate, trusted_totals
 from tightfit.kernels.triton_support import Impl
@@ -27,6 +28,7 @@ def factors(norms: Tensor, clip_norm: float, impl: Impl) -> tuple[Tensor, Tensor
     return torch.stack(found), seen
 
 
+@sampled(3)
 @pytest.mark.parametrize("clip_norm", [0.1, 1.0, 1e4])
 @pytest.mark.parametrize("grown", [1.0, 30.0, 1 / 30])
 def test_it_is_the_formula_in_float64(clip_norm: float, grown: float) -> None:

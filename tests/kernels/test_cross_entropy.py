@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.cross_entropy import cross_entropy
@@ -43,6 +43,7 @@ REDUCED = [
 SHAPES = [(5, 3), (5, 64), (3, 1003)]
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("dtype", "shape", "way"), covering(list(product(DTYPES, SHAPES, REDUCED)), pairs=True), ids=str
 )

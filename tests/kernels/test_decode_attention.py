@@ -10,7 +10,7 @@ from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.decode_attention import decode_attention, decode_attention_eager
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D", "half", "block_size", "splits", "window", "softcap", "norm"),

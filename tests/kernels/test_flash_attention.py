@@ -61,7 +61,7 @@ def results(impl: Any, given: list[Tensor], dtype: torch.dtype, packed: int = 0,
     return [out, *torch.autograd.grad(out, (query, key, value), d_out)]
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(("shape", "setting", "dtype"), CASES, ids=str)
 def test_no_worse_than_eager(shape: str, setting: str, dtype: torch.dtype) -> None:
     given = [x.to(dtype) for x in tensors(**SHAPES[shape])]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.fp8_quantize import LARGEST, quantize, quantize_columns, quantize_rows
@@ -23,6 +24,7 @@ def exact(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return x.to(DEVICE)
 
 
+@sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -39,6 +41,7 @@ def test_exact_numbers_keep_their_values(shape: tuple[int, int], dtype: torch.dt
     assert torch.equal(only[1].float(), turned.float())
 
 
+@sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_and_columns_have_scales_of_their_own(shape: tuple[int, int], impl: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.gated_mlp import can_fuse, gated_mlp, gated_mlp_eager
@@ -23,6 +24,7 @@ def tensors(shape: tuple[int, ...], width: int, dtype: torch.dtype) -> Any:
     return [torch.randn(each, dtype=torch.float64, device=DEVICE).to(dtype) for each in sizes]
 
 
+@sampled(3)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.glu import ACTIVATIONS, glu, glu_eager, relu2
@@ -22,6 +22,7 @@ def pair(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 CASES = list(product(DTYPES, ACTIVATIONS, SHAPES))
 
 
+@sampled(3)
 @pytest.mark.parametrize(("dtype", "activation", "shape"), covering(CASES, pairs=True), ids=str)
 def test_no_worse_than_eager(dtype: torch.dtype, activation: Any, shape: tuple[int, ...]) -> None:
     tensors = pair(shape, dtype)

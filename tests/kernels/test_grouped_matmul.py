@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
 from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_matmul_eager, grouped_outer, grouped_outer_eager
@@ -41,6 +41,7 @@ def test_rows_by_group(dtype: torch.dtype, counts: list[int], transposed: bool, 
     assert_no_worse([found], [eager], [truth])
 
 
+@sampled(3)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(24, 40), (19, 33)])

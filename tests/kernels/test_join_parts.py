@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE
 from tightfit.kernels.join_parts import add_rows, join_
 
@@ -40,6 +41,7 @@ def test_sums_are_rounded_once(impl: str, dtype: torch.dtype, into_dtype: torch.
     assert rounded_once(into, first.double() + second.double())
 
 
+@sampled(3)
 @pytest.mark.parametrize(("dtype", "into_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_parts_are_joined_by_their_logsumexp(impl: str, dtype: torch.dtype, into_dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways, error
 from tightfit.kernels.layer_norm import layer_norm, layer_norm_eager
 
@@ -18,6 +19,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(size, dtype=torch.float64, device=DEVICE).to(dtype) for size in shapes]
 
 
+@sampled(3)
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

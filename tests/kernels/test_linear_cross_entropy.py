@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, error
 from tightfit.errors import UserError
 from tightfit.kernels import linear_cross_entropy as module
@@ -78,6 +79,7 @@ def compare(impl: str, dtype: torch.dtype, rows: int = 4, **options: Any) -> Non
         assert_no_worse(found, eager, exact)
 
 
+@sampled(3)
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize(("impl", "dtype"), WAYS, ids=str)
 def test_every_term_in_every_format(impl: Any, dtype: torch.dtype, terms: Any) -> None:

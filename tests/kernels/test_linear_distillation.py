@@ -81,7 +81,7 @@ CASES = [
 ]
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("terms", CASES, ids=str)
 @pytest.mark.parametrize(
     ("impl", "chunk_bytes"), [("torch", 1), ("torch", 20_000), ("torch", 2**30), ("triton", 20_000)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.test_quantized_linear import weights
 from tests.kernels.truth import DEVICE, HAS_GPU, assert_no_worse, error
 from tightfit.kernels.decode_linear import decode_linear_eager
@@ -53,6 +53,7 @@ def assert_as_eager(found: Tensor, x: Tensor, weight: Tensor, tensors: dict[str,
     assert_no_worse([found], [eager], [truth])
 
 
+@sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "case"), covering(list(product(SHAPES, AROUND))), ids=str)
 def test_packed(shape: tuple[int, int, bool], case: dict[str, Any], dtype: torch.dtype) -> None:
@@ -97,6 +98,7 @@ def coded(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn).to(DEVICE), (torch.rand(outputs) * 0.4 + 0.1).to(DEVICE)
 
 
+@sampled(2)
 @pytest.mark.parametrize("case", AROUND, ids=str)
 def test_8_bit_floats(case: dict[str, Any]) -> None:
     """In bfloat16; the interpreter, which multiplies in float32, gets float16."""
@@ -110,6 +112,7 @@ def test_8_bit_floats(case: dict[str, Any]) -> None:
     assert_as_eager(found, x, codes.double() * scale.double()[:, None], tensors, rest)
 
 
+@sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(2, 48, 160), (17, 33, 64), (40, 20, 96)])
 def test_some_tokens_by_8_bit_floats(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:

@@ -46,7 +46,7 @@ def rows_of(rows: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16])
@@ -66,6 +66,7 @@ def test_it_is_what_expanding_gives(
         assert_no_worse([found], [eager], [truth], rounding=ADDED)
 
 
+@sampled(2)
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("rows", [17, 64, 130])
 def test_cut_by_the_rule(rows: int, dtype: torch.dtype) -> None:

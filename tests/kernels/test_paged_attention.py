@@ -10,7 +10,7 @@ from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D", "block_size", "splits", "window", "softcap", "has_sinks"),

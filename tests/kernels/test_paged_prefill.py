@@ -12,7 +12,7 @@ from tightfit.kernels.paged_prefill import Rows, paged_prefill, paged_prefill_ea
 PIECES = [Rows(2, 1, 0), Rows(3, 37, 0), Rows(40, 5, 19), Rows(45, 33, 64), Rows(78, 16, 16)]
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "D", "block_size", "window", "softcap", "has_sinks"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.kernels.truth import DEVICE
 from tightfit.kernels.attention import attention_eager
 from tightfit.kernels.flash_attention import attend, like_rows
@@ -79,6 +80,7 @@ def test_parts_joined_are_the_whole(window: int | None, cap: str) -> None:
         assert torch.allclose(ours.double(), theirs, atol=2e-5, rtol=1e-4)
 
 
+@sampled(3)
 @pytest.mark.parametrize(("window", "cap"), [(None, "plain"), (60, "capped"), (5, "plain")])
 def test_our_kernels_do_the_same(window: int | None, cap: str) -> None:
     """Of rows that see no key nothing but a low logsumexp is wanted."""

@@ -34,7 +34,7 @@ def weights(inputs: int, outputs: int, bits: int, group: int, zeros: bool) -> tu
 WAYS = list(product((2, 4, 8), ((32, True), (64, False), (0, True)), DTYPES))
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(("bits", "grouping", "dtype"), covering(WAYS, pairs=True), ids=str)
 def test_against_expanding(bits: int, grouping: tuple[int, bool], dtype: torch.dtype) -> None:
     group, zeros = grouping
@@ -46,6 +46,7 @@ def test_against_expanding(bits: int, grouping: tuple[int, bool], dtype: torch.d
         assert_no_worse([quantized_linear(x, *given, bits, group, impl="triton")], [eager], [truth], rounding=ADDED)
 
 
+@sampled(3)
 @pytest.mark.parametrize("rows", [1, 9, 20, 257])
 @pytest.mark.parametrize("zeros", [True, False])
 def test_what_stands_after_the_product(rows: int, zeros: bool) -> None:

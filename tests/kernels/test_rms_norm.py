@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.rms_norm import rms_norm, rms_norm_eager
@@ -25,6 +25,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 CASES = list(product(DTYPES, SHAPES, (0.0, 1.0)))
 
 
+@sampled(3)
 @pytest.mark.parametrize(("dtype", "shape", "offset"), covering(CASES, pairs=True), ids=str)
 def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], offset: float) -> None:
     x, _, weight = inputs(shape, dtype)
@@ -36,6 +37,7 @@ def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], offset:
     assert_no_worse(found, both_ways(eager, (x, weight), dtype), both_ways(eager, (x, weight), torch.float64))
 
 
+@sampled(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_residual_in_the_same_pass(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
 from tightfit.kernels.rope import rope, rope_eager
@@ -31,6 +31,7 @@ def projected(batch: int, heads: int, length: int, head_dim: int, dtype: torch.d
 CASES = list(product(DTYPES, SHAPES, (False, True)))
 
 
+@sampled(2)
 @pytest.mark.parametrize(("dtype", "shape", "interleaved"), covering(CASES, pairs=True), ids=str)
 def test_no_worse_than_eager(dtype: torch.dtype, shape: tuple[int, ...], interleaved: bool) -> None:
     B, heads, kv_heads, T, D, rotated = shape

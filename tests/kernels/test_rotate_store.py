@@ -8,7 +8,7 @@ from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.rotate_store import rotate_store, rotate_store_eager
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [[5, 0, 14], list(range(30, 0, -1)) + list(range(31, 96))])
 @pytest.mark.parametrize(("heads", "kv_heads", "D", "half", "norm"), [(4, 2, 16, 8, False), (3, 1, 24, 9, True)])

@@ -47,7 +47,7 @@ def test_rows_are_sorted_by_expert_and_found_again(kind: str) -> None:
     assert routing.offsets.tolist() == torch.bincount(experts.flatten().cpu(), minlength=EXPERTS).cumsum(0).tolist()
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize(
     ("dtype", "kind"), [*((dtype, "any") for dtype in DTYPES), (torch.float32, "hot"), (torch.float32, "empty")]
@@ -69,7 +69,7 @@ def kept_pairs(experts: Tensor, capacity: int) -> Tensor:
     return kept
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize(("kind", "capacity"), [("any", 5), ("hot", 3), ("empty", 1), ("any", 1000)])
 def test_experts_take_no_more_than_their_capacity(kind: str, capacity: int, impl: Any) -> None:
@@ -117,6 +117,7 @@ def test_biases_of_dropped_pairs_are_not_added(impl: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
+@sampled(3)
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "swiglu_clamped"])
 def test_activations(activation: str) -> None:
     given, experts = tensors(torch.float32), chosen("any")
@@ -125,6 +126,7 @@ def test_activations(activation: str) -> None:
     assert_no_worse(found, reference, truth)
 
 
+@sampled(2)
 @pytest.mark.parametrize("frozen", [(0,), (1, 2, 3), (4,)], ids=str)
 def test_only_the_gradients_that_are_asked_for(frozen: tuple[int, ...]) -> None:
     experts = chosen("any")

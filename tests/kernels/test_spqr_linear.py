@@ -105,7 +105,7 @@ def test_eager_is_the_formula(bits: int) -> None:
     torch.testing.assert_close(expanded_spqr_eager(weight, torch.float64), matrix, rtol=1e-6, atol=1e-6)
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_against_expanding(bits: int, dtype: torch.dtype) -> None:
@@ -120,6 +120,7 @@ def test_against_expanding(bits: int, dtype: torch.dtype) -> None:
         assert bool((off <= 2.0**-10 * most)[:, 1:3].all())  # full of outliers, and without
 
 
+@sampled(3)
 @pytest.mark.parametrize("bits", BITS)
 def test_expanded_by_the_kernel(bits: int) -> None:
     weight, matrix = weights(512, 96, bits)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import distance, pair
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Optimizer
@@ -154,6 +155,7 @@ def test_packed_weights_have_the_gradients_of_expanded_ones(scheme: Scheme, smal
     assert all(torch.equal(buffer, before[name]) for name, buffer in packed.named_buffers())
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "levers",
     [

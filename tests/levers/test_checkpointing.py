@@ -101,7 +101,7 @@ def ways(kind: str) -> list[Any]:
     return [thorough(kind, name) if name in AGAIN_FROM_THE_HOST else (kind, name) for name in EVERY_FAMILY]
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(("kind", "name"), [way for kind in SPECS for way in ways(kind)])
 def test_loss_and_gradients_are_bit_identical(kind: str, name: str) -> None:
     """Of dense models in a second step as well, which begins where the first left its buffers."""
@@ -137,7 +137,7 @@ def test_kernels_operators_are_bit_identical(kind: str, name: str) -> None:
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", ["all", "keep attention", "offload, keep attention", "budget"])
 @pytest.mark.parametrize("kind", ["dense", "gemma"])
 def test_tiled_layers_are_bit_identical(kind: str, name: str) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.covering import sampled
 from tests.distributed.training import GEMMA, GPT2, Case, run
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
@@ -131,6 +132,7 @@ def test_codes_of_weights_are_kept_for_backward_alone(matmul: Any) -> None:
     assert torch.allclose(linear(x), 2 * before, rtol=1e-6)
 
 
+@sampled(3)
 @pytest.mark.parametrize("levers", [{}, {"optimizer_states": "8bit"}, {"update_in_backward": True}], ids=str)
 def test_training_with_kept_codes_is_training_without(levers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever updates the weights, products see the new ones."""

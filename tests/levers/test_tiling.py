@@ -46,7 +46,7 @@ def made(spec: ModelSpec, tiles: int, every: int = 0, glu: Impl = "auto") -> Dec
     return model
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("tiles", "every"), [(2, 0), (3, 1), (64, 2)])
 def test_loss_and_gradients_are_those_of_whole_layers(name: str, tiles: int, every: int) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.covering import sampled
 from tightfit.memory.allocator import HIGHEST_ADDRESS, Block, CachingAllocator, OutOfMemoryError, PlainAllocator
 from tightfit.memory.formulas.segments import rounded, segment_bytes, unsplit_bytes
 
@@ -254,6 +255,7 @@ def random_bytes(draw: random.Random) -> int:
     return draw.choice([*(draw.randint(*each) for each in ranges), blocks, mebibytes])
 
 
+@sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_requests_get_what_the_naive_allocator_gives(seed: int) -> None:
     draw, allocator, naive = random.Random(seed), CachingAllocator(), Naive()

@@ -124,7 +124,7 @@ def rehearsal(spec: Any, layout: dict[str, Any], levers: dict[str, Any], precisi
     return trace_training_step(workload, given, Levers.model_validate(levers))
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(("spec", "layout", "levers", "precision"), CASES)
 def test_a_step_from_cached_results_is_the_step(
     spec: Any, layout: dict[str, Any], levers: dict[str, Any], precision: Any, monkeypatch: pytest.MonkeyPatch

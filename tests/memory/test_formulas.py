@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import sampled
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
@@ -121,6 +122,7 @@ def test_params_add_up_to_the_models(name: str) -> None:
     assert layers + embedding_params(shape) + spec.norm_params + head == spec.params()
 
 
+@sampled(4)
 @pytest.mark.parametrize(
     "name", ["llama-3.1-8b", "gemma-2-9b", "gpt2-xl", "mixtral-8x7b", "qwen3-30b-a3b", "smollm2-135m"]
 )

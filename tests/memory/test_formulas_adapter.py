@@ -52,7 +52,7 @@ def both(
     return found, rehearse(workload, layout, levers)
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(("model", "settings", "layout", "levers", "precision", "accumulation"), covering(CASES))
 def test_the_peak_is_the_simulations(
     model: str,

@@ -67,7 +67,7 @@ def ledgers(
     return training_ledger(workload, given, chosen, BARE), rehearse(workload, given, chosen, BARE)
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation"), CASES)
 def test_the_peak_is_the_simulations(
     model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int

@@ -43,7 +43,7 @@ WIDER = {"ring in tiles": (0.02, 0.02), "2d and a ring": (0.01, 0.02), "2d and h
 context ranks; backward on a mesh takes less, as on a mesh alone."""
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", covering({name: case[:-1] for name, case in CASES.items()}))
 def test_the_peak_is_the_simulations(name: str) -> None:
     model, layout, levers, precision, length = CASES[name]

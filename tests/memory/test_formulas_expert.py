@@ -44,7 +44,7 @@ def trained(spec: ModelSpec, name: str) -> ModelSpec:
     return ExpertTraining(z_loss=1e-3, capacity_factor=0.7).applied(spec) if "capacity" in name else spec
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", covering(CASES))
 def test_the_peak_is_the_simulations(name: str) -> None:
     model, degrees, levers, precision, accumulation = CASES[name]

@@ -96,7 +96,7 @@ SLOW = ("tiny-mixtral", "tiny-olmoe", "tiny-qwen2-moe")
 """Routed as others are, and slow in Triton's interpreter."""
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", [thorough(name) if name in SLOW else name for name in TINY])
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     """fp16, whose kernels the interpreter runs exactly, so that float32 and 16-bit tensors are told apart."""
@@ -126,6 +126,7 @@ KEPT: list[dict[str, Any]] = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize("levers", KEPT, ids=lambda levers: "-".join(f"{value}" for value in levers.values()) or "none")
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3", "tiny-gpt2", "tiny-mixtral", "tiny-qwen3"])
 def test_a_model_keeps_what_is_alive_after_forward(name: str, levers: dict[str, Any]) -> None:

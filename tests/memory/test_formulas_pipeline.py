@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 }
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("name", covering(CASES, costly=lambda case: case[0].get("tensor_mesh") == "2d"))
 def test_a_stage_holds_what_its_simulation_does(name: str) -> None:
     fields, levers, most = CASES[name]
@@ -80,7 +80,7 @@ EARLY: dict[str, tuple[dict[str, Any], int, float]] = {
 }
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("name", [thorough(name) if name in ("interleaved", "zero-1") else name for name in EARLY])
 def test_nothing_is_summed_before_the_first_backward(name: str) -> None:
     """With no more micro-batches than stages, all are in flight before there is any gradient."""

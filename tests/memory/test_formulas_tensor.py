@@ -47,7 +47,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int, int]] = [
 ]
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(("model", "layout", "levers", "precision", "accumulation", "length"), covering(CASES))
 def test_the_peak_is_the_simulations(
     model: str, layout: dict[str, Any], levers: dict[str, Any], precision: Any, accumulation: int, length: int

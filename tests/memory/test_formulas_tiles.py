@@ -29,6 +29,7 @@ CASES: list[tuple[str, int, dict[str, Any], str]] = [
 ]
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gemma2", "tiny-gpt2"])
 def test_one_layer_keeps_what_autograd_keeps(name: str) -> None:
     spec, tiles = preset(name), 4

@@ -79,6 +79,7 @@ def parameters(spec: ModelSpec, ranks: int = 1) -> int:
 PRECISIONS: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32", "pure-bf16")
 
 
+@sampled(2)
 @pytest.mark.parametrize(("layout", "precision"), covering(list(product(LAYOUTS.values(), PRECISIONS))))
 def test_states_are_exact(layout: dict[str, Any], precision: PrecisionName) -> None:
     """Between backward and the update, to the byte; beside weights there are a batch, the loss and a few counts."""

@@ -16,7 +16,7 @@ from benchmarks.reports.scatter import newest
 from benchmarks.reports.truth import settings, summary
 from benchmarks.truth.case import Case
 from benchmarks.truth.prediction import GIB, Prediction, formulas, is_captured, predict, step_seconds
-from tests.covering import chosen, shown, thorough
+from tests.covering import chosen, sampled, shown, thorough
 from tightfit.memory.formulas.fsdp2 import installed, of_torch
 from tightfit.memory.formulas.overheads import DEFAULT, INSTALLED, Overheads
 from tightfit.memory.formulas.training import training_ledger
@@ -139,6 +139,7 @@ def test_formulas_and_costs_are_what_the_table_says(name: str) -> None:
     assert not said, sentence(name, said)
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", FLAGS)
 def test_formulas_are_within_one_percent_of_the_simulation(name: str) -> None:
     """Of every row, whose simulation is today's (test_simulated_peaks_are_what_the_table_says)."""
@@ -187,6 +188,7 @@ def parts() -> list[Any]:
     return made
 
 
+@sampled(3)
 @pytest.mark.parametrize(("name", "model", "rest"), parts())
 def test_simulated_peaks_are_what_the_table_says(
     name: str, model: str, *, rest: bool, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import BATCH, CASES, LENGTH, distance, pair
 from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder
@@ -67,6 +68,7 @@ STEPS = [
 ]
 
 
+@sampled(3)
 @pytest.mark.parametrize(("name", "steps"), STEPS, ids=lambda value: value if isinstance(value, str) else len(value))
 def test_cache_gives_what_the_full_forward_gives(name: str, steps: Any) -> None:
     both = pair(name)
@@ -95,6 +97,7 @@ def test_documents_and_cache_exclude_each_other() -> None:
         both.ours(both.tokens, cache=cache, documents=documents())
 
 
+@sampled(4)
 @pytest.mark.parametrize("name", [name for name in preset_names() if preset(name).layers <= 36])
 def test_parameter_count_of_the_decoder_is_the_spec_s(name: str) -> None:
     """Deeper ones only repeat layers; what they add up to is in test_presets.py."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from tests.covering import sampled
 from tightfit.errors import UserError
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.presets import PRESETS, preset, preset_names
@@ -96,6 +97,7 @@ def test_parameters_one_token_uses(name: str) -> None:
     assert preset(name).params(active=True) / 1e9 == pytest.approx(BILLIONS_PER_TOKEN[name], abs=0.06)
 
 
+@sampled(4)
 @pytest.mark.parametrize("name", [name for name in preset_names() if preset(name).layers <= 36])
 def test_transformers_builds_as_many_parameters(name: str) -> None:
     """Deeper ones only repeat layers, and add up to the published totals above."""

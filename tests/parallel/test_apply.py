@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.covering import sampled
 from tests.distributed.training import Case, train
 from tests.parallel.fake import fake_group
 from tests.train.models import TINY, ragged_batch, tiny_model
@@ -40,6 +41,7 @@ def test_stages_have_their_engines() -> None:
             assert isinstance(model, FSDPModule)
 
 
+@sampled(2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_rank_of_a_fake_world_takes_steps(zero: int) -> None:
     """One process stands for the first of eight ranks, as it does where memory is measured on a single GPU."""

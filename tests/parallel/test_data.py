@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.covering import covering
+from tests.covering import covering, sampled
 from tests.distributed.training import CPU, TIED, Case, build, micro_batches
 from tests.parallel.fake import fake_group
 from tests.train.models import TINY
@@ -65,6 +65,7 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("precision", "micro_batches_each"), covering(list(product(("fp32", "bf16", "pure-bf16"), (1, 2))))
 )
@@ -134,6 +135,7 @@ def watch_head(decoder: Decoder, see: Callable[[torch.Tensor], None]) -> None:
     decoder.norm.register_forward_hook(lambda *_: see(decoder.head.weight))
 
 
+@sampled(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_the_fused_loss_reads_the_whole_head(zero: int, tied: bool) -> None:

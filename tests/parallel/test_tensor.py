@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.distributed.training import CPU, Case, build, micro_batches
 from tests.parallel.fake import fake_group
 from tests.parallel.test_data import Traffic
@@ -46,6 +47,7 @@ def counted_calls(case: Case) -> tuple[TensorCalls, Counter[tuple[str, torch.dty
     return TensorCalls(**calls), rest
 
 
+@sampled(2)
 @pytest.mark.parametrize("every", [0, 1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_traffic_is_what_the_planner_counts(sequence_parallel: bool, every: int) -> None:

@@ -64,7 +64,7 @@ SITUATIONS: list[tuple[str, tuple[str, str, int, int], Callable[[Layout], bool]]
 ]
 
 
-@sampled(3)
+@sampled(6)
 @pytest.mark.parametrize(("situation", "asked", "wanted"), SITUATIONS, ids=[row[0] for row in SITUATIONS])
 def test_advice_comes_out_of_the_costs(
     situation: str, asked: tuple[str, str, int, int], wanted: Callable[[Layout], bool]

@@ -55,7 +55,7 @@ def counted(spec: ModelSpec) -> dict[str, int]:
     return counts
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize("family", [*JOINT, *OWN])
 def test_a_layer_is_as_many_operations_as_are_called(family: str) -> None:
     """By two models of which one has two layers more, so that what is outside of layers is not counted."""

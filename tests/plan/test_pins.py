@@ -45,6 +45,7 @@ def test_bad_pins(pin: str, words: list[str]) -> None:
     assert "\n" not in str(error.value)
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("pins", "words"),
     [
@@ -105,7 +106,7 @@ def test_shapes_of_the_model_limit_the_layout() -> None:
         planned("smollm2-135m", "8xH100-80GB", 512, 6, "layout.data=8")
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(
     "pin",
     [

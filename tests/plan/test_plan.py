@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import sampled
 from tests.plan.questions import planned
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import Adapted, FrozenBase
@@ -37,6 +38,7 @@ def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "model", ["mixtral-8x7b", "gemma-3-1b", "phi-3-mini-128k", "gpt2", "tiny-qwen2-moe", "deepseek-v2-lite"]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.plan.dry_runs import questions, refusal_of, tried
 from tests.plan.questions import question
 from tightfit.hardware.catalog import CATALOG
@@ -69,7 +69,7 @@ def is_run(workload: Workload, layout: Layout, levers: Levers) -> bool:
     return refused_by_trainer(run) is None
 
 
-@pytest.mark.parametrize("count", [100, thorough(500)])
+@pytest.mark.parametrize("count", [60, thorough(500)])
 def test_whatever_a_search_may_propose_is_run(count: int) -> None:
     """Any layouts and any levers that the search may choose for so many questions."""
     draw = random.Random(0)
@@ -101,6 +101,7 @@ FAMOUS = (
 )
 
 
+@sampled(2)
 @pytest.mark.parametrize(("model", "on", "length", "rows"), FAMOUS)
 def test_famous_cases_fit_and_run(model: str, on: str, length: int, rows: int, tmp_path: Path) -> None:
     asked = question(model, on, length, rows)
@@ -157,7 +158,7 @@ def with_host(space: SearchSpace) -> SearchSpace:
     return replace(space, machine=replace(space.machine, host_bytes=2 * 10**12))
 
 
-@pytest.mark.parametrize("count", [18, thorough(300)])
+@pytest.mark.parametrize("count", [12, thorough(300)])
 def test_more_gpus_shorter_rows_and_larger_cards_are_not_slower(count: int) -> None:
     compared = 0
     for kind, before, after in pairs(count):

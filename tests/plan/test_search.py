@@ -42,7 +42,7 @@ def by_trying_everything(asked: Question) -> dict[LayoutKind, float]:
     return best
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -96,6 +96,7 @@ def test_larger_micro_batches_need_more_memory_while_gradients_add_up() -> None:
         assert needed == sorted(needed)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "asked",
     [

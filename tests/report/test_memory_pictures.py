@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks.reports.documentation import ROOT
 from benchmarks.reports.scatter import draw_truth, errors, points
+from tests.covering import sampled
 from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout, PipelineSchedule
@@ -227,6 +228,7 @@ def test_the_pages_figures_are_the_formulas() -> None:
     assert f"{whole / 2**30:.1f} GiB on one" in page
 
 
+@sampled(3)
 @pytest.mark.parametrize("name", ["memory", "zero", "pipeline"])
 def test_the_pages_commands_run_as_written(name: str, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

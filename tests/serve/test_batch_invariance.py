@@ -51,7 +51,7 @@ def test_company_changes_no_bit(dtype: torch.dtype, seeds: range) -> None:
     assert any(seen.preemptions and not seen.restored for seen in trials), "all of them were kept on the host"
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize(
     "name", [thorough("qwen3"), "gemma2", "gpt2", thorough("qwen3_moe"), "gpt_oss", "deepseek_v3", "phi3-longrope-long"]
 )
@@ -67,7 +67,7 @@ def test_keys_and_values_in_a_byte(model: Decoder, form: CacheFormat) -> None:
     assert_company_changes_nothing(model, replace(BASE, cache_format=form), seed=5, count=7, longest=32)
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.parametrize("kind", ["packed", "not joined", "fp8", "fp8 inputs", "llm.int8"])
 def test_compressed_models(kind: str) -> None:
     """LLM.int8 keeps channels wide that are large in any row, so its rows see one another: one at a time."""

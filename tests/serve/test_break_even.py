@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.covering import sampled
 from tests.serve.test_engine import CONFIG, PROMPT
 from tightfit.models.decoder import Decoder
 from tightfit.serve.engine import Engine
@@ -31,6 +32,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     "changes", [{"speculation": "lookup"}, {"speculation": "draft"}, {"speculation": "skip", "skipped_layers": 1}]
 )

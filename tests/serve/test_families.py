@@ -71,7 +71,7 @@ def greedy(name: str) -> list[Request]:
     return [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts(name))]
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(
     "name", [thorough(name) if name in WRITTEN_OTHERWISE else name for name in CASES if name not in SKIPPED]
 )
@@ -82,6 +82,7 @@ def test_answers_are_what_transformers_generates(name: str) -> None:
     assert engine.pool.free == engine.pool.size
 
 
+@sampled(5)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe", LONGROPE])
 def test_one_request_at_a_time_gives_the_same(name: str) -> None:
     for request, wanted in zip(greedy(name), expected(name), strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import pair
 from tests.serve.test_families import LENGTHS, SMALL, expected, greedy
 from tightfit.errors import UserError
@@ -50,6 +51,7 @@ def test_plans_count_it() -> None:
     assert cache_bytes(preset("deepseek-v3"), 2, 4096) == 2 * 4096 * 61 * 576 * 2
 
 
+@sampled(3)
 @pytest.mark.parametrize("change", [{"cache_bytes": 0}, {"cache_bytes": 0, "host_bytes": 2**20}, {"async_steps": True}])
 def test_answers_stay_the_same(change: dict[str, Any]) -> None:
     """In a cache too small for all of them, computed again or kept on the host; and a step ahead."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.covering import thorough
+from tests.covering import sampled, thorough
 from tests.serve.conftest import SHAPE
 from tightfit.serve.cache.host_store import HostStore
 from tightfit.serve.cache.paged import PagedCache
@@ -55,6 +55,7 @@ def cache_of(pool: BlockPool) -> PagedCache:
     return PagedCache(spec, pool.size, pool.block_size, torch.device("cpu"), torch.float32, "model")
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("lookahead", "depth", "host_bytes"),
     [(0, 1, 0), (3, 0, 0), (0, 0, 2**20), (0, 1, 600), thorough(0, 0, 0), thorough(3, 0, 600)],

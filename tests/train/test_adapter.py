@@ -93,6 +93,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@sampled(3)
 @pytest.mark.parametrize("bits", [None, 4, "packed"])
 def test_a_new_text_is_learned_and_the_model_stays_as_it_was(bits: Any, make: Make, base: Path, packed: Path) -> None:
     source = packed if bits == "packed" else base
@@ -131,7 +132,7 @@ def answers(model: Decoder) -> tuple[list[int], bool]:
     return said, engine.runner.program is not None
 
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize(
     ("settings", "is_packed"),
     [

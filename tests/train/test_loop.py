@@ -88,6 +88,7 @@ def test_training_learns_and_leaves_a_whole_run(make: Make) -> None:
     assert list((job.output / "tensorboard").iterdir())
 
 
+@sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure-bf16"])
 def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:
     small = {"precision": precision, "layout": {"micro_batch": 1}} | SMALL

@@ -127,7 +127,7 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@sampled(3)
+@sampled(5)
 @pytest.mark.parametrize(
     ("offload", "mixture"), covering(list(product(("optimizer", "weights"), MIXTURES)), pairs=True)
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.covering import sampled
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
@@ -71,6 +72,7 @@ def test_states_have_the_bytes_that_are_promised(precision: str, form: str) -> N
     assert moments == sum(moment_bytes(form, p) for p in model.parameters())
 
 
+@sampled(4)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("precision", ["bf16", "pure-bf16"])
 def test_the_simulation_sees_those_bytes(precision: Any, form: str) -> None:
@@ -103,6 +105,7 @@ def test_auto_and_its_own_name_are_the_same(precision: str, form: str) -> None:
         assert torch.equal(a, b)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("precision", "form", "near"),
     [
@@ -162,6 +165,7 @@ def test_factored_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), cut.parameters(), strict=True))
 
 
+@sampled(2)
 @pytest.mark.parametrize("form", FORMATS)
 def test_accumulation_and_clipping(form: str) -> None:
     clipped = SETTINGS.model_copy(update={"clip_norm": 0.05})
@@ -205,6 +209,7 @@ def test_loss_scaling_cancels_and_overflow_leaves_states_alone(form: str) -> Non
     assert all(torch.equal(t, before[n]) for n, t in optimizer.state().items())
 
 
+@sampled(3)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_saved_states_go_on_to_the_same_bits(form: str, rounding: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from tests.covering import sampled
 from tests.train.jobs import checkpoint_files, snapshot
 from tightfit.cli import main as cli
 from tightfit.errors import UserError
@@ -63,6 +64,7 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+@sampled(3)
 @pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG.keys())
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 def test_what_cannot_start_changes_no_file(

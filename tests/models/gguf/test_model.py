@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.covering import sampled
 from tests.models.gguf.conversion import convert
 from tests.models.gguf.llama_cpp import llama_cpp
 from tests.models.huggingface.reference import CASES, LENGTH, as_stored, fill
@@ -138,6 +139,7 @@ def as_read(spec: ModelSpec) -> ModelSpec:
     return replace(spec, family="llama") if spec.family == "mistral" else spec
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", FILES)
 def test_every_architecture_gives_the_model_that_was_converted(name: str, tmp_path: Path) -> None:
     path, ours = written(name, tmp_path), both(name)[1]
@@ -148,6 +150,7 @@ def test_every_architecture_gives_the_model_that_was_converted(name: str, tmp_pa
     close(load_gguf(file, device="cpu", dtype=torch.float32).state_dict(), ours.state_dict())
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", FILES)
 def test_every_architecture_predicts_what_llama_cpp_does(name: str, tmp_path: Path) -> None:
     path = written(name, tmp_path)
@@ -194,6 +197,7 @@ def test_written_weights_come_back_as_precisely_as_they_were_stored(
             assert torch.equal(read.state_dict()[name], expected), name
 
 
+@sampled(2)
 @pytest.mark.parametrize("name", [name for name, (config, _) in FILES.items() if config["model_type"] in WRITTEN])
 def test_llama_cpp_runs_what_we_write(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model, path = writable(name, tokenizer), tmp_path / "a.gguf"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.covering import sampled
 from tests.models.gguf.llama_cpp import LlamaCpp, llama_cpp
 from tests.models.gguf.test_tokenizer import TEXTS
 from tightfit.kernels.int4_linear import code_order
@@ -68,6 +69,7 @@ def test_it_knows_the_capital_of_france(smollm2: LoadedModel) -> None:
     assert "Paris" in "".join(answer)
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     "prompt", ["The capital of France is", "Water boils at a temperature of 100 degrees", "1, 2, 3, 4,"]
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import CASES, LENGTH, as_stored, distance, pair
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.huggingface.config import spec_from_config
@@ -20,6 +21,7 @@ def test_every_family_is_in_the_table() -> None:
     assert {config["model_type"] for config in CASES.values()} == set(FAMILIES)
 
 
+@sampled(2)
 @every_case
 def test_logits(name: str) -> None:
     both = pair(name)
@@ -28,6 +30,7 @@ def test_logits(name: str) -> None:
         assert distance(both.ours(both.tokens).logits, wanted) < 1e-5
 
 
+@sampled(3)
 @every_case
 def test_loss_and_gradients(name: str) -> None:
     both = pair(name)

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.covering import sampled
 from tests.models.huggingface.reference import CASES, as_stored, fill, pair
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
@@ -62,6 +63,7 @@ def saved(name: str, directory: Path, **options: Any) -> Decoder:
     return ours
 
 
+@sampled(3)
 @dtypes
 @every_family
 def test_transformers_saves_and_we_load(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -73,6 +75,7 @@ def test_transformers_saves_and_we_load(name: str, dtype: torch.dtype, tmp_path:
     same(to_hf_state(ours, ours.spec), as_stored(theirs))
 
 
+@sampled(3)
 @dtypes
 @every_family
 def test_we_save_and_transformers_loads(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
