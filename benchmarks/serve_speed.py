@@ -223,7 +223,13 @@ def prefill(bench: Bench) -> None:
 
 def profile(bench: Bench) -> None:
     """What the kernels of decoding take, alone and in a batch."""
-    for label, shapes in (("one stream", [(256, 33)]), ("batch of 64", [(256, 17)] * 64), ("prompt", [(256, 1)])):
+    loads = {
+        "one stream": [(256, 33)],
+        "batch of 64": [(256, 17)] * 64,
+        "batch of 200": [(64, 33)] * 200,
+        "prompt": [(256, 1)],
+    }
+    for label, shapes in loads.items():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
             bench.seconds(shapes)
         print(label)

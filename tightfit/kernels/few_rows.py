@@ -1,19 +1,19 @@
-"""x · Wᵀ for 2 to 64 tokens and a tall weight of 16-bit floats: gate and up, or the head, in decoding many sequences.
+"""x · Wᵀ for 2 to 64 tokens and a weight of 16-bit floats: products of decoding many sequences.
 
     y = act(x · Wᵀ + b)        x [M, K], W [N, K] → y [M, N];  gated: W is gate over up [2N, K], y = act(g) · u
 
 Such a product should take as long as reading the weight at full memory bandwidth. Two things stand in the way:
 
 - Every block of the weight is multiplied by all tokens, which are read from the L2 cache each time. So a block has 128
-  rows, the weight is the left factor, and tokens are padded to 16, 32 or 64 only. A block has many inputs too, and two
-  programs share a multiprocessor: one reads while the other multiplies. How a product is tiled does not depend on the
-  number of tokens, so neither do the bits of a token's row.
+  rows, or 64 where the weight has too few for all multiprocessors; the weight is the left factor, and tokens are padded
+  to 16, 32 or 64 only. Blocks have many inputs and are loaded far ahead: a program for 64 rows on every second
+  multiprocessor reads at most of the bandwidth, so inputs need not be split among programs (split-K).
 - Memory is idle while one kernel ends and the next begins. With `overlap` (kernels/overlap.py) a program prefetches its
   first weights into the L2 cache before it waits for its input, and lets the next kernel begin after its own last load.
 
-Blocks are loaded by the tensor memory accelerator (TMA, Hopper and later), some stages ahead of their products. TMA
-reads zeros outside the matrices, so sizes need not be multiples of anything but 16 bytes a row. Weights with fewer rows
-would need split-K, whose partial sums cost more to join than cuBLAS loses (docs/LOG.md).
+Tiles of several sizes add the products of a row in one order, so that its bits do not depend on the number of tokens.
+Blocks are loaded by the tensor memory accelerator (TMA, Hopper and later). TMA reads zeros outside the matrices, so
+sizes need not be multiples of anything but 16 bytes a row.
 """
 
 from functools import lru_cache
@@ -33,7 +33,7 @@ if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 FEWEST_ROWS, MOST_ROWS = 2, 64
-LEAST_OUTPUTS = 16_384
+LEAST_OUTPUTS = 3072
 """Tokens and rows of the weight for which this is faster than cuBLAS."""
 TALL = 16_384
 """Rows of a weight of which a program takes 128; of shorter ones it takes 64, so that there are more programs."""
@@ -164,9 +164,11 @@ def tile_for(block_m: int, outputs: int, item: int, device: torch.device) -> Few
     """The tile for a weight of so many rows, as measured for Llama's 8B on an H200 (docs/LOG.md)."""
     if is_interpreted():
         return FewTile(32, 16, 2)
-    rows, inputs = (128 if outputs >= TALL else 64), 128
-    are_alone = triton.cdiv(outputs, rows) <= multiprocessors(device)
-    staged = STAGED_BYTES if are_alone else STAGED_BYTES // 2
+    if outputs >= TALL:
+        rows, inputs = 128, 128
+        staged = STAGED_BYTES if triton.cdiv(outputs, rows) <= multiprocessors(device) else STAGED_BYTES // 2
+    else:
+        rows, inputs, staged = 64, 256 if block_m <= 32 else 128, STAGED_BYTES
     return FewTile(rows, inputs, max(2, staged // ((rows + block_m) * inputs * item)))
 
 

@@ -1,7 +1,7 @@
 """The decoder's forward pass over joint weights: the same numbers in fewer and larger operations.
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
-after it. Some sequences, one token each: norms and attention begin while the kernel before them ends, and so do tall
+after it. Some sequences, one token each: norms and attention begin while the kernel before them ends, and so do
 products (kernels/few_rows.py). One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope,
 activations and residuals are part of the products (kernels/decode_linear.py); with packed weights, norms are kernels
 of their own where the product's kernel does not take them.
