@@ -111,7 +111,7 @@ class Bench:
     def weights(self) -> str:
         """What the layers' weights are."""
         if self.arguments.fp8:
-            return "w8a8 fp8" if self.arguments.fp8 == BOTH else "fp8"
+            return "w8a8" if self.arguments.fp8 == BOTH else "fp8"
         return f"int{self.arguments.bits}" if self.arguments.bits else str(self.dtype).removeprefix("torch.")
 
     def wait(self) -> None:

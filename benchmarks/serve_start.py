@@ -5,7 +5,7 @@ the first left. As in `tightfit serve`, kernels are compiled by processes that b
 imports fall into ours. Weights are random and made on the device, which takes the place of reading them; `start` is
 what comes after: the engine, until it would listen. Rows go to benchmarks/results/serve_start.csv.
 
-    python -m benchmarks.serve_start                      1B, 8B and 8B in 4 bits on a GPU, twice each: under 90 s
+    python -m benchmarks.serve_start                      1B, 8B, 8B in 4 and in 8 bits on a GPU, twice each: under 90 s
     python -m benchmarks.serve_start --here               kernels compiled in the engine's own process
     python -m benchmarks.serve_start --tiny --device cpu  the same code on a tiny model
 """
@@ -25,7 +25,14 @@ from typing import Any
 
 from tightfit.serve.graphs.compiler import Compiler, start_compiler
 
-CASES = {"1b": ("1b", None), "8b": ("8b", None), "8b-int4": ("8b", 4), "tiny": ("tiny", None)}
+CASES = {
+    "1b": ("1b", None, None),
+    "8b": ("8b", None, None),
+    "8b-int4": ("8b", 4, None),
+    "8b-w8a8": ("8b", None, "both"),
+    "tiny": ("tiny", None, None),
+}
+"""Model, bits of integer weights, and what is in 8-bit floats."""
 PHASES = ("imports", "weights", "cache", "hash", "trials", "compile", "load", "capture", "start", "first_token")
 
 
@@ -62,7 +69,7 @@ def start_once(case: str, device: str, *, here: bool) -> dict[str, float]:
     from tightfit.serve.engine import Engine
     from tightfit.serve.graphs import captured, warm_up
 
-    watch, (name, bits) = Watch(), CASES[case]
+    watch, (name, bits, fp8) = Watch(), CASES[case]
     for owner, function in (
         (captured.Graphs, "capture_all"),
         (captured, "compile_kernels"),
@@ -72,7 +79,7 @@ def start_once(case: str, device: str, *, here: bool) -> dict[str, float]:
     ):
         watch.around(owner, function)
     imported = time.perf_counter()
-    options = argparse.Namespace(device=device, tiny=name == "tiny", fp8=False, bits=bits, no_overlap=False)
+    options = argparse.Namespace(device=device, tiny=name == "tiny", fp8=fp8, bits=bits, no_overlap=False)
     bench = serve_speed.Bench(name, options)
     bench.wait()
     made = time.perf_counter()
@@ -132,7 +139,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--commit", help="recorded in the rows where this is not a git checkout")
     arguments = parser.parse_args()
-    cases = arguments.case or (["tiny"] if arguments.tiny else ["1b", "8b", "8b-int4"])
+    cases = arguments.case or (["tiny"] if arguments.tiny else ["1b", "8b", "8b-int4", "8b-w8a8"])
     if arguments.once:
         print(json.dumps(start_once(cases[0], arguments.device, here=arguments.here)))
         return

@@ -36,24 +36,24 @@ DTYPE = "bfloat16"
 COLUMNS = {
     ("1b", DTYPE): "Llama-3.2-1B's shape",
     ("8b", DTYPE): "Llama-3.1-8B's shape",
-    ("8b", "fp8"): "the same in fp8",
+    ("8b", "w8a8"): "the same, weights and inputs in fp8",
 }
 """Models and weights that are laid beside the peer."""
 UNITS_OF_TIME = ("ms", "s")
 PRESETS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
-PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "int4"))
+PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "w8a8"), ("8b", "int4"))
 """Models and weights that the GPU's predictions are laid beside."""
 
 
 def newest_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
-    """The newest row of each model, format of its weights and case; a start counts where either table has it later."""
-    speeds = [(row["model"], row["dtype"], row["case"], row) for row in read_rows(results / "serve_speed.csv")]
-    starts = []
+    """The newest row of each model, format of its weights and case; starts are those of serve_start.csv, whose kernels
+    are compiled while the server imports."""
+    speeds = {(row["model"], row["dtype"], row["case"]): row for row in read_rows(results / "serve_speed.csv")}
+    starts = {}
     for row in read_rows(results / "serve_start.csv"):
         model, _, weights = row["model"].partition("-")
-        starts.append((model, weights or DTYPE, STARTS[row["kind"]], row | {"value": row["start_s"], "unit": "s"}))
-    by_date = sorted([*starts, *speeds], key=lambda found: found[3]["date"])
-    return {(model, weights, case): row for model, weights, case, row in by_date}
+        starts[model, weights or DTYPE, STARTS[row["kind"]]] = row | {"value": row["start_s"], "unit": "s"}
+    return speeds | starts
 
 
 def peer_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
@@ -62,9 +62,10 @@ def peer_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
     return {(row["model"], row["dtype"], row["case"]): row for row in rows}
 
 
-def beside(results: Path) -> str | None:
-    """The commit of ours that the newest rows of vLLM were measured beside, in one run on one machine."""
-    rows = [row for (_, weights, case), row in peer_speeds(results).items() if weights == DTYPE and case in TOGETHER]
+def beside(results: Path, model: str, weights: str) -> str | None:
+    """The commit of ours that vLLM's newest rows of a model were measured beside, in one run on one machine."""
+    peers = peer_speeds(results).items()
+    rows = [row for (whose, form, case), row in peers if (whose, form) == (model, weights) and case in TOGETHER]
     found = [BESIDE.search(row["note"]) for row in rows]
     commits = {match[1] if match else None for match in found}
     return commits.pop() if len(commits) == 1 else None
@@ -72,11 +73,11 @@ def beside(results: Path) -> str | None:
 
 def told_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
     """Ours as the page tells them: of the run with vLLM where there is one, else the newest."""
-    commit = beside(results)
+    commits = {column: beside(results, *column) for column in COLUMNS}
     together = {
         (row["model"], row["dtype"], row["case"]): row
         for row in read_rows(results / "serve_speed.csv")
-        if row["case"] in TOGETHER and row["commit"] == commit
+        if row["case"] in TOGETHER and row["commit"] == commits.get((row["model"], row["dtype"]))
     }
     return newest_speeds(results) | together
 
@@ -110,8 +111,7 @@ def behind_text(results: Path) -> str:
 
 def _place(key: tuple[str, str, str]) -> str:
     model, weights, case = key
-    name = model.upper() if weights == DTYPE else f"{model.upper()} in {weights}"
-    return f"{name}, {CASES[case].rpartition(',')[0]}"
+    return f"{_name(model, weights)}, {CASES[case].rpartition(',')[0]}"
 
 
 def speed_commits(results: Path) -> str:
@@ -121,20 +121,22 @@ def speed_commits(results: Path) -> str:
     commits = dict.fromkeys(f"`{row['commit']}`" for row in found)
     devices = dict.fromkeys(row["device"] for row in found)
     engines = ", ".join(dict.fromkeys(row["engine"] for row in peer_speeds(results).values()))
-    together = beside(results)
-    run = (
-        f"by turns with ours at `{together}` in one run on one machine{_apart(results)}"
-        if together
-        else "the same workloads on such a card another day, not in one run with us"
+    runs = {column: beside(results, *column) for column in COLUMNS}
+    together = ", ".join(f"{_name(*column)} at `{commit}`" for column, commit in runs.items() if commit is not None)
+    apart = ", ".join(
+        _name(*column)
+        for column, commit in runs.items()
+        if commit is None and any(key[:2] == column for key in peer_speeds(results))
     )
-    return f"Ours on {', '.join(devices)} at {', '.join(commits)}. {engines} ran {run} (`serve_peers.csv`)."
+    told = [
+        f"by turns with ours in one run on one machine ({together})" if together else "",
+        f"the same workloads on such a card another day, not in one run with us ({apart})" if apart else "",
+    ]
+    return f"Ours on {', '.join(devices)} at {', '.join(commits)}. {engines} ran {'; '.join(filter(None, told))}."
 
 
-def _apart(results: Path) -> str:
-    """Which weights of the peer's were not measured in that run."""
-    rows = peer_speeds(results).items()
-    apart = {weights for (_, weights, _), row in rows if weights != DTYPE and not BESIDE.search(row["note"])}
-    return f", its {', '.join(sorted(apart))} weights another day" if apart else ""
+def _name(model: str, weights: str) -> str:
+    return model.upper() if weights == DTYPE else f"{model.upper()} in {weights}"
 
 
 def _cell(row: Row | None) -> str:

@@ -28,14 +28,14 @@ OURS = """date,commit,device,model,case,value,unit,seconds,dtype,note
 2026-01-01,b,H200,1b,one_stream_decode,1234.5,tok/s,1,bfloat16,
 2026-01-01,b,H200,1b,one_stream_decode,7,tok/s,1,int4,
 2026-01-01,c,H200,8b,start,3.21,s,1,bfloat16,
-2026-01-03,d,H200,8b,start,6.6,s,1,fp8,
-2026-01-03,d,H200,8b,batch,8000,tok/s,1,fp8,
+2026-01-03,d,H200,8b,start,6.6,s,1,w8a8,
+2026-01-03,d,H200,8b,batch,8000,tok/s,1,w8a8,
 """
 STARTS = """date,commit,device,model,kind,start_s
 2026-01-01,a,H200,8b,first,20.1
 2026-01-02,a,H200,8b,first,11.44
 2026-01-02,a,H200,8b,next,2.5
-2026-01-02,a,H200,8b-fp8,first,7
+2026-01-02,a,H200,8b-w8a8,first,7
 2026-01-02,a,H200,8b-int4,first,7
 """
 WHOLE = "4.00 for 5.00 (−20.0 %)"
@@ -43,9 +43,9 @@ THEIRS = """engine,model,dtype,case,value,unit,note
 vLLM 1,1b,bfloat16,one_stream_decode,99.6,tok/s,
 other,1b,bfloat16,start,1,s,
 vLLM 1,8b,bfloat16,start,47,s,
-vLLM 1,8b,fp8,start,6,s,
-vLLM 1,8b,fp8,batch,10000,tok/s,
-vLLM 1,8b,fp8,mixed,11000,tok/s,
+vLLM 1,8b,w8a8,start,6,s,
+vLLM 1,8b,w8a8,batch,10000,tok/s,
+vLLM 1,8b,w8a8,mixed,11000,tok/s,
 """
 TOGETHER = """vLLM 2,1b,bfloat16,one_stream_decode,98,tok/s,prompt 256; beside ours at a
 vLLM 2,8b,bfloat16,start,40,s,
@@ -65,11 +65,11 @@ def test_the_newest_row_of_a_case_counts(results: Path) -> None:
     found = {row[0]: row[1:] for row in rows}
     assert list(found) == list(CASES.values())
     assert found["one stream, tokens/s"] == ["1,234", "100", *["–"] * 4]
-    assert found["first start on a machine, s"] == ["–", "–", "11.4", "47", "6.6", "6"]
+    assert found["first start on a machine, s"] == ["–", "–", "11.4", "47", "7", "6"]
     assert found["next start, s"] == ["–", "–", "2.5", "–", "–", "–"]
     assert found["first token after 256, ms"] == ["–"] * 6
-    apart = "vLLM 1 ran the same workloads on such a card another day, not in one run with us (`serve_peers.csv`)."
-    assert speed_commits(results) == f"Ours on H200 at `b`, `a`, `d`. {apart}"
+    apart = "the same workloads on such a card another day, not in one run with us (1B, 8B, 8B in w8a8)"
+    assert speed_commits(results) == f"Ours on H200 at `b`, `a`, `d`. vLLM 1 ran {apart}."
 
 
 def test_rows_of_one_run_stand_beside_each_other(results: Path) -> None:
@@ -77,21 +77,21 @@ def test_rows_of_one_run_stand_beside_each_other(results: Path) -> None:
     (results / "serve_peers.csv").write_text(THEIRS + TOGETHER)
     found = {row[0]: row[1:] for row in speed_rows(results)[1]}
     assert found["one stream, tokens/s"] == ["100", "98", *["–"] * 4]
-    assert found["first start on a machine, s"] == ["–", "–", "11.4", "40", "6.6", "6"]
+    assert found["first start on a machine, s"] == ["–", "–", "11.4", "40", "7", "6"]
     told = (
-        "vLLM 2, vLLM 1 ran by turns with ours at `a` in one run on one machine, its fp8 weights another day "
-        "(`serve_peers.csv`)."
+        "vLLM 2, vLLM 1 ran by turns with ours in one run on one machine (1B at `a`); the same workloads on such a "
+        "card another day, not in one run with us (8B, 8B in w8a8)."
     )
     assert speed_commits(results) == f"Ours on H200 at `a`, `d`. {told}"
     with (results / "serve_peers.csv").open("a") as file:
-        file.write("vLLM 2,8b,bfloat16,batch,1,tok/s,beside ours at b\n")
-    assert beside(results) is None
+        file.write("vLLM 2,1b,bfloat16,batch,1,tok/s,beside ours at b\n")
+    assert beside(results, "1b", DTYPE) is None
 
 
 def test_where_the_peer_is_ahead_is_said(results: Path) -> None:
     assert behind_text(results) == (
-        "Slower than vLLM, by these rows: 8B in fp8, 64 × (256 + 256): 80.0%; 8B in fp8, first start on a machine: "
-        "90.9% of its speed. Measured of vLLM alone: 8B in fp8, 256 of mixed lengths."
+        "Slower than vLLM, by these rows: 8B in w8a8, 64 × (256 + 256): 80.0%; 8B in w8a8, first start on a machine: "
+        "85.7% of its speed. Measured of vLLM alone: 8B in w8a8, 256 of mixed lengths."
     )
 
 

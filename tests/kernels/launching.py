@@ -201,7 +201,9 @@ def launch_coded_products(dtype: torch.dtype) -> None:
         (torch.int8, 200, scale[:1]),
         (torch.float8_e4m3fn, 3, scale[:1]),
     ):
-        q, row_scale = rounded.round_rows(torch.ones(tokens, 512, dtype=dtype), kind, known, overlap=tokens == 3)
+        both: Tensor = torch.ones(tokens, 1024, dtype=dtype)
+        kept: Activation = "silu" if known is None else "gelu_tanh"
+        q, row_scale = rounded.round_rows(both, kind, known, kept, overlap=tokens == 3)
         weight, product = torch.ones(64, 512).to(kind), rounded.multiply_few if tokens == 3 else rounded._square
         product(q, weight, row_scale, scale[:, None], dtype)
 

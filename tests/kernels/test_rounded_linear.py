@@ -9,9 +9,11 @@ from torch import Tensor
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, error
 from tightfit.errors import UserError
+from tightfit.kernels.glu import glu_eager
 from tightfit.kernels.rounded_linear import rounded_linear, rounded_linear_eager, rounded_rows
 from tightfit.kernels.rounded_matmul import RoundedTile, multiply_few, round_rows
 from tightfit.kernels.triton_support import Impl
+from tightfit.models.spec import Activation
 
 IMPLS: list[Impl] = ["triton", "torch"]
 KINDS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
@@ -103,6 +105,20 @@ def test_what_is_no_number_stays_none_in_its_row_alone(impl: Impl, kind: torch.d
     made = rounded_linear(x, codes, scale, impl=impl)
     assert made[1].isnan().all()
     assert made[[0, 2]].allclose(torch.tensor(64.0, device=DEVICE))
+
+
+@both_kinds
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("activation", ["silu", "swiglu_clamped"])
+def test_gated_inputs(activation: Activation, impl: Impl, kind: torch.dtype) -> None:
+    """Rounded after the activation: the same number everywhere, so that every input is the largest of its row."""
+    both = torch.cat([torch.full((5, 64), 2.0), torch.full((5, 64), 1.5)], 1).to(DEVICE)
+    codes, scale = coded(24, 64, kind, torch.Generator().manual_seed(0))
+    gated = glu_eager(*both.double().chunk(2, dim=1), activation)
+    found = rounded_linear(both, codes, scale, None, activation, impl=impl)
+    assert error(found, gated @ (codes.double() * scale.double()).T) < 1e-6
+    with pytest.raises(UserError, match=r"\[5, 128\]"):
+        rounded_linear(both, codes, scale)
 
 
 @both_kinds

@@ -10,14 +10,18 @@ torch._int_mm where that takes them, which needs more than 16 rows (fewer are pa
 what is left as float32, where each product of two codes is exact. Not differentiable.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
+from tightfit.kernels.glu import glu
 from tightfit.kernels.operators import as_rows
 from tightfit.kernels.rounded_matmul import LARGEST, TINIEST, WIDEST_ROW, rounded_matmul
 from tightfit.kernels.triton_support import Impl, use_triton
+from tightfit.models.spec import Activation
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NEEDED = {torch.int8: (8, 0), torch.float8_e4m3fn: (9, 0)}
@@ -31,20 +35,25 @@ def rounded_linear(
     codes: Tensor,
     scale: Tensor,
     input_scale: Tensor | None = None,
+    activation: Activation | Literal[""] = "",
     *,
     overlap: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """x [..., K] times the transpose of `codes` [N, K] with `scale` [N, 1].
 
-    x is rounded by `input_scale` [1] where given, else with a scale per row.
+    x is rounded by `input_scale` [1] where given, else with a scale per row. With `activation` x is gate beside up
+    [..., 2K], and act(g) · u is multiplied.
     """
-    if codes.dtype not in LARGEST or codes.shape[1] != x.shape[-1] or scale.shape != (codes.shape[0], 1):
+    width = x.shape[-1] // (2 if activation else 1)
+    if codes.dtype not in LARGEST or codes.shape[1] != width or scale.shape != (codes.shape[0], 1):
         shapes = f"{list(x.shape)}, {codes.dtype} {list(codes.shape)} and scales {list(scale.shape)}"
         raise UserError(f"rounded_linear got {shapes}; give x [..., K], int8 or e4m3 codes [N, K] and scales [N, 1]")
-    if use_triton(impl, x) and _is_multiplied(x, codes.dtype):
-        made: Tensor = rounded_matmul(as_rows(x), codes, scale, input_scale, overlap)
+    if use_triton(impl, x) and _is_multiplied(x, width, codes.dtype):
+        made: Tensor = rounded_matmul(as_rows(x), codes, scale, input_scale, activation, overlap)
         return made.view(*x.shape[:-1], codes.shape[0])
+    if activation:
+        x = glu(*x.chunk(2, dim=-1), activation)
     rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]), codes.dtype, input_scale)
     sums = _products(rows, codes) * row_scale * scale.T.to(torch.float32)
     return sums.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
@@ -77,14 +86,14 @@ def rounded_values(x: Tensor, kind: torch.dtype, known_scale: Tensor | None = No
     return (codes.to(torch.float32) * scale).to(x.dtype)
 
 
-def _is_multiplied(x: Tensor, kind: torch.dtype) -> bool:
+def _is_multiplied(x: Tensor, width: int, kind: torch.dtype) -> bool:
     """Whether our kernel takes x: the card has tensor cores for `kind`, and rows are short enough.
 
     Those of Hopper keep 14 bits of sums of 8-bit floats, which is too few where x has more than 16.
     """
     if x.is_cuda and kind != torch.int8 and x.dtype == torch.float32:
         return False
-    return x.shape[-1] <= WIDEST_ROW and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= NEEDED[kind])
+    return width <= WIDEST_ROW and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= NEEDED[kind])
 
 
 def _products(rows: Tensor, codes: Tensor) -> Tensor:

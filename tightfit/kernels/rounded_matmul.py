@@ -15,16 +15,18 @@ integers in square tiles, ordered so that a few blocks of tokens run side by sid
 L2 cache.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightfit.kernels.few_rows import ALIGNMENT_BYTES, EARLY_BYTES, STAGED_BYTES, ask_early, blocks_of
 from tightfit.kernels.fp8_matmul import fp8_matmul
+from tightfit.kernels.glu import activated, factored
 from tightfit.kernels.operators import multiprocessors, on_device_of, operator
 from tightfit.kernels.overlap import can_overlap, launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
+from tightfit.models.spec import Activation
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TINIEST = 1e-12
@@ -54,18 +56,27 @@ def round_rows_kernel(  # type: ignore[no-untyped-def]
     width,
     stride,
     IS_KNOWN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     LARGEST: tl.constexpr,
     TINIEST: tl.constexpr,
     OVERLAP: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """One row: its scale, unless one scale of all rows is known, and its codes, halves rounded to even."""
+    """One row: its scale, unless one scale of all rows is known, and its codes, halves rounded to even.
+
+    With ACTIVATION the row is gate and up, and act(g) · u is rounded, first to what x is in.
+    """
     HALVES_TO_EVEN: tl.constexpr = 12582912.0  # 1.5 · 2²³: what is added to it loses its fraction
     launch_next(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
     wait_for_previous(OVERLAP)
     x = tl.load(x_ptr + row * stride + col, mask=col < width, other=0).to(tl.float32)
+    if ACTIVATION != "":
+        up = tl.load(x_ptr + row * stride + width + col, mask=col < width, other=0).to(tl.float32)
+        gate, _ = activated(x, ACTIVATION)
+        factor, _ = factored(up, ACTIVATION)
+        x = (gate * factor).to(x_ptr.dtype.element_ty).to(tl.float32)
     if IS_KNOWN:
         scale = tl.load(scale_ptr)
     else:
@@ -197,10 +208,18 @@ def square_tile(M: int, N: int, device: torch.device) -> RoundedTile:
 
 
 def round_rows(
-    x: Tensor, kind: torch.dtype, known_scale: Tensor | None = None, *, overlap: bool = False
+    x: Tensor,
+    kind: torch.dtype,
+    known_scale: Tensor | None = None,
+    activation: Activation | Literal[""] = "",
+    *,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K] as codes of `kind` and the float32 scales [M, 1] of its rows, or `known_scale` [1] of all rows."""
-    M, K = x.shape
+    """x [M, K] as codes of `kind` and the float32 scales [M, 1] of its rows, or `known_scale` [1] of all rows.
+
+    With `activation` x is gate beside up [M, 2K], and act(g) · u is rounded.
+    """
+    M, K = x.shape[0], x.shape[1] // (2 if activation else 1)
     assert K <= WIDEST_ROW, f"rows of {K}"
     q = torch.empty(M, K, device=x.device, dtype=kind)
     if known_scale is None:
@@ -216,6 +235,7 @@ def round_rows(
             K,
             x.stride(0),
             IS_KNOWN=known_scale is not None,
+            ACTIVATION=activation,
             LARGEST=LARGEST[kind],
             TINIEST=TINIEST,
             OVERLAP=overlap,
@@ -313,14 +333,22 @@ def _has_tma(q: Tensor, codes: Tensor) -> bool:
     return aligned and (not q.is_cuda or can_overlap(q.device))
 
 
-def _run(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None, overlap: bool) -> Tensor:
-    q, row_scale = round_rows(x, codes.dtype, input_scale, overlap=overlap)
+def _run(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    input_scale: Tensor | None,
+    activation: Activation | Literal[""],
+    overlap: bool,
+) -> Tensor:
+    q, row_scale = round_rows(x, codes.dtype, input_scale, activation, overlap=overlap)
     return multiply_codes(q, codes, row_scale, scale, x.dtype, overlap=overlap)
 
 
 rounded_matmul = operator(
-    "rounded_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? input_scale, bool overlap) -> Tensor",
+    "rounded_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? input_scale, str activation, bool overlap) -> Tensor",
     _run,
-    lambda x, codes, scale, input_scale, overlap: x.new_empty(x.shape[0], codes.shape[0]),
+    lambda x, codes, scale, input_scale, activation, overlap: x.new_empty(x.shape[0], codes.shape[0]),
 )
-"""x [M, K] times the transpose of 8-bit codes [N, K] with scale [N, 1]; x is rounded per row or by `input_scale`."""
+"""x [M, K] times the transpose of 8-bit codes [N, K] with scale [N, 1]; x is rounded per row or by `input_scale`, after
+an activation of gate beside up where there is one."""

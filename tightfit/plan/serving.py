@@ -34,6 +34,7 @@ CODED = {
     "int8": Scheme(bits=8, group=128, symmetric=False),
     "int4": Scheme(bits=4, group=128, symmetric=False),
     "fp8": Scheme(kind="fp8", bits=8, group=0),
+    "w8a8": Scheme(kind="fp8", bits=8, group=0, activations="fp8"),
 }
 """Formats of `tightfit compress` for a dense model's layers; embedding and head stay in 16 bits."""
 

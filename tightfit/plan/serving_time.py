@@ -45,6 +45,7 @@ MULTIPLIED_BITS = (2, 4, 8)
 MOST_OUTLIER_TOKENS, MOST_OUTLIER_BITS = 16, 4
 """Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/spqr_linear.py."""
 
+ROUNDED_READ_SHARE = 0.75  # kernels/rounded_matmul.py, with the rounding of their inputs
 OUTLIERS_READ_SHARE = 0.16  # one row × 4096 × 14336 in 3 bits takes 46 µs on an H200
 
 
@@ -63,7 +64,7 @@ class PackedProducts:
         """The speeds of our engine's kernels for weights in `scheme`."""
         read_share = 0.78 if scheme.bits <= 4 else 0.93  # 8B in one stream: 552 tokens/s in int4, 411 in fp8
         if scheme.activations is not None:
-            return cls(read_share=read_share, most_tokens=math.inf, product_share=1.0)
+            return cls(read_share=ROUNDED_READ_SHARE, most_tokens=math.inf, product_share=1.0)
         if scheme.kind == "fp8":
             return cls(read_share=read_share, most_tokens=SOME_TOKENS_FP8)
         if scheme.outliers and scheme.bits <= MOST_OUTLIER_BITS:

@@ -90,7 +90,7 @@ class Program:
                 if not len(x):  # a piece of a prompt without logits: its keys and values are stored
                     return x
             normed, x = layer.mlp_norm.of_sum(layer.o.product(attended), x)
-            mlp_output = layer.down.product(layer.gate_up.gated_product(normed, self.spec.activation))
+            mlp_output = layer.down.product_of_gated(layer.gate_up, normed, self.spec.activation)
             if not is_last:
                 normed, x = self.layers[layer.index + 1].attention_norm.of_sum(mlp_output, x)
         return x + mlp_output

@@ -1,7 +1,7 @@
 """RoundedWeight: a matrix in 8 bits whose inputs are rounded to 8 bits too (W8A8), integers or floats.
 
 Products are kernels/rounded_linear.py's for any number of tokens: twice the rate of 16 bits for many, half the reading
-for few.
+for few. The activation before the last product of a layer is computed where its result is rounded.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tightfit.kernels.rounded_linear import rounded_linear
 from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.spec import Activation
 from tightfit.serve.weights.weight import Weight, join_buffers
 
 
@@ -54,6 +55,11 @@ class RoundedWeight(Weight):
 
     def product(self, x: Tensor) -> Tensor:
         y = rounded_linear(x, self.codes, self.scale, self.input_scale, overlap=self.overlap)
+        return y if self.bias is None else y + self.bias
+
+    def product_of_gated(self, gate_up: Weight, x: Tensor, activation: Activation) -> Tensor:
+        both = gate_up.product(x)
+        y = rounded_linear(both, self.codes, self.scale, self.input_scale, activation, overlap=self.overlap)
         return y if self.bias is None else y + self.bias
 
 

@@ -57,6 +57,10 @@ class Weight(ABC):
         gate, up = self.product(x).chunk(2, dim=-1)
         return glu(gate, up, activation)
 
+    def product_of_gated(self, gate_up: "Weight", x: Tensor, activation: Activation) -> Tensor:
+        """The product of act(g) · u, which `gate_up` makes of x."""
+        return self.product(gate_up.gated_product(x, activation))
+
     def one_token(self, x: Tensor, fused: Fused) -> Tensor:
         """The product of x [1, K] and what is fused with it; here one after the other."""
         x = fused.normed(x)
