@@ -114,7 +114,8 @@ def test_gated_inputs(activation: Activation, impl: Impl, kind: torch.dtype) -> 
     """Rounded after the activation: the same number everywhere, so that every input is the largest of its row."""
     both = torch.cat([torch.full((5, 64), 2.0), torch.full((5, 64), 1.5)], 1).to(DEVICE)
     codes, scale = coded(24, 64, kind, torch.Generator().manual_seed(0))
-    gated = glu_eager(*both.double().chunk(2, dim=1), activation)
+    gate, up = both.double().chunk(2, dim=1)
+    gated = glu_eager(gate, up, activation)
     found = rounded_linear(both, codes, scale, None, activation, impl=impl)
     assert error(found, gated @ (codes.double() * scale.double()).T) < 1e-6
     with pytest.raises(UserError, match=r"\[5, 128\]"):

@@ -15,7 +15,16 @@ from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving import Serving, make_serving
 from tightfit.plan.serving_step import Step
-from tightfit.plan.serving_time import FEW_TOKENS, SOME_TOKENS, SOME_TOKENS_FP8, PackedProducts, StepRates
+from tightfit.plan.serving_time import (
+    BLOCK_BITS,
+    BLOCK_GROUP,
+    BLOCK_TOKENS,
+    FEW_TOKENS,
+    SOME_TOKENS,
+    SOME_TOKENS_FP8,
+    PackedProducts,
+    StepRates,
+)
 
 
 def serving(model: str, on: str, form: str, length: int | None = 4096, requests: int = 1) -> Serving:
@@ -126,15 +135,22 @@ def test_predictions_beside_what_was_measured(model: str, weights: str) -> None:
 
 def test_packed_weights_are_multiplied_as_the_kernels_do() -> None:
     """By numbers of tokens that the planner, which does without torch, has written down again."""
-    from tightfit.kernels import fp8_rows, packed_rows, quantized_linear
+    from tightfit.kernels import fp8_rows, packed_blocks, packed_rows, quantized_linear
 
     assert (FEW_TOKENS, SOME_TOKENS, SOME_TOKENS_FP8) == (
         packed_rows.MOST_ROWS,
         quantized_linear.SOME_ROWS,
         fp8_rows.MOST_ROWS,
     )
-    assert PackedProducts.of(Scheme(bits=3)).most_tokens == 0
-    assert PackedProducts.of(Scheme(kind="fp8", bits=8, group=0, activations="fp8")).most_tokens == inf
+    assert (BLOCK_TOKENS, BLOCK_BITS, BLOCK_GROUP) == (packed_blocks.MOST_ROWS, packed_blocks.BITS, packed_blocks.TILE)
+    rounded, four = Scheme(kind="fp8", bits=8, group=0, activations="fp8"), Scheme(bits=4, group=128)
+    most = {
+        on_hopper: [
+            PackedProducts.of(scheme, on_hopper=on_hopper).most_tokens for scheme in (Scheme(bits=3), four, rounded)
+        ]
+        for on_hopper in (True, False)
+    }
+    assert most == {True: [0, BLOCK_TOKENS, inf], False: [0, SOME_TOKENS, inf]}
 
 
 def test_every_term_of_a_step_alone() -> None:

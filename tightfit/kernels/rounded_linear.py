@@ -53,7 +53,8 @@ def rounded_linear(
         made: Tensor = rounded_matmul(as_rows(x), codes, scale, input_scale, activation, overlap)
         return made.view(*x.shape[:-1], codes.shape[0])
     if activation:
-        x = glu(*x.chunk(2, dim=-1), activation)
+        gate, up = x.chunk(2, dim=-1)
+        x = glu(gate, up, activation)
     rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]), codes.dtype, input_scale)
     sums = _products(rows, codes) * row_scale * scale.T.to(torch.float32)
     return sums.to(x.dtype).view(*x.shape[:-1], codes.shape[0])

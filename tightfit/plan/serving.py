@@ -14,6 +14,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
+from tightfit.hardware.sustained import generation_of
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.served_weights import rounded_weights
 from tightfit.memory.formulas.overheads import ON_CPU
@@ -161,8 +162,12 @@ class Serving:
             bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
             product_flops=peak * MEASURED.matmul,
             attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            packed=None if self._scheme is None else PackedProducts.of(self._scheme),
+            packed=None if self._scheme is None else PackedProducts.of(self._scheme, on_hopper=self._on_hopper),
         )
+
+    @property
+    def _on_hopper(self) -> bool:
+        return generation_of(self.machine.accelerator) == "hopper"
 
     @property
     def _cpu_rates(self) -> CpuStepRates:

@@ -36,16 +36,19 @@ FEW_TOKENS = 16
 """Most tokens for which products with packed weights are as fast as reading them: kernels/packed_rows.py."""
 SOME_TOKENS = 128
 """Most tokens for which kernels read integer codes; for more, weights are dequantized: kernels/quantized_linear.py."""
+BLOCK_TOKENS, BLOCK_BITS, BLOCK_GROUP = 256, 4, 128
+"""The same on Hopper, and for which integers in groups of multiples of how many: kernels/packed_blocks.py."""
 SOME_TOKENS_FP8 = 128
 """The same for fp8 codes: kernels/fp8_rows.py."""
-PACKED_PRODUCTS_SHARE = 0.36
-"""Share of the usual rate of products that kernels on packed weights reach for more than FEW_TOKENS."""
+PACKED_PRODUCTS_SHARE, BLOCK_PRODUCTS_SHARE = 0.36, 0.72
+"""Share of the usual rate of products that kernels on packed weights reach for more than FEW_TOKENS; on Hopper."""
+ROUNDED_READ_SHARE, ROUNDED_PRODUCTS_SHARE = 0.78, 0.9
+"""Shares of reading and of 8-bit products where inputs are rounded too, which takes time: kernels/rounded_matmul.py."""
 MULTIPLIED_BITS = (2, 4, 8)
 """Widths of integers that kernels read packed; weights of other widths are always dequantized."""
 MOST_OUTLIER_TOKENS, MOST_OUTLIER_BITS = 16, 4
 """Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/spqr_linear.py."""
 
-ROUNDED_READ_SHARE = 0.75  # kernels/rounded_matmul.py, with the rounding of their inputs
 OUTLIERS_READ_SHARE = 0.16  # one row × 4096 × 14336 in 3 bits takes 46 µs on an H200
 
 
@@ -60,15 +63,18 @@ class PackedProducts:
     product_share: float = PACKED_PRODUCTS_SHARE
 
     @classmethod
-    def of(cls, scheme: Scheme) -> "PackedProducts":
+    def of(cls, scheme: Scheme, *, on_hopper: bool) -> "PackedProducts":
         """The speeds of our engine's kernels for weights in `scheme`."""
-        read_share = 0.78 if scheme.bits <= 4 else 0.93  # 8B in one stream: 552 tokens/s in int4, 411 in fp8
+        read_share = 0.78 if scheme.bits <= 4 else 0.93  # 8B in one stream: 549 tokens/s in int4, 411 in fp8
         if scheme.activations is not None:
-            return cls(read_share=ROUNDED_READ_SHARE, most_tokens=math.inf, product_share=1.0)
+            return cls(read_share=ROUNDED_READ_SHARE, most_tokens=math.inf, product_share=ROUNDED_PRODUCTS_SHARE)
         if scheme.kind == "fp8":
             return cls(read_share=read_share, most_tokens=SOME_TOKENS_FP8)
         if scheme.outliers and scheme.bits <= MOST_OUTLIER_BITS:
             return cls(read_share=OUTLIERS_READ_SHARE, most_tokens=MOST_OUTLIER_TOKENS)
+        in_blocks = scheme.kind == "int" and scheme.bits == BLOCK_BITS and scheme.group % BLOCK_GROUP == 0
+        if on_hopper and in_blocks and not scheme.outliers:
+            return cls(read_share=read_share, most_tokens=BLOCK_TOKENS, product_share=BLOCK_PRODUCTS_SHARE)
         is_multiplied = scheme.kind == "int" and scheme.bits in MULTIPLIED_BITS and not scheme.outliers
         return cls(read_share=read_share, most_tokens=SOME_TOKENS if is_multiplied else 0)
 

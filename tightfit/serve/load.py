@@ -16,6 +16,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.hardware.timing import seconds_each
+from tightfit.kernels.packed_blocks import is_hopper
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.plan.cpu_serving_time import CpuStepRates
@@ -52,6 +53,8 @@ class LoadRow:
 READ_BYTES = 2**28
 READ_ROUNDS = 5
 PRODUCT_SIZE = 8192
+EIGHT_BIT_TIMES = 2
+"""Products with both factors in 8 bits, beside those of 16 bits."""
 
 
 def read_bytes_per_second(device: torch.device) -> float:
@@ -73,11 +76,12 @@ def measured_rates(engine: Engine) -> ServingRates:
         return engine_reads_as(engine, measure_cpu_rates())
     flops = product_flops_per_second(device, dtype)
     scheme = next((each.scheme for each in engine.model.modules() if isinstance(each, QuantizedLinear)), None)
+    rounds_inputs = scheme is not None and scheme.activations is not None
     return StepRates(
         bytes_per_second=read_bytes_per_second(device),
-        product_flops=flops,
+        product_flops=flops * (EIGHT_BIT_TIMES if rounds_inputs else 1),
         attention_flops=flops,
-        packed=None if scheme is None else PackedProducts.of(scheme),
+        packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=is_hopper(device)),
         element_bytes=dtype.itemsize,
     )
 
