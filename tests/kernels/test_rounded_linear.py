@@ -1,5 +1,6 @@
 """Products of 8-bit codes, integers and floats, against both factors expanded: by our kernels, and by torch's."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.kernels.truth import DEVICE, error
 from tightfit.errors import UserError
 from tightfit.kernels.glu import glu_eager
 from tightfit.kernels.rounded_linear import rounded_linear, rounded_linear_eager, rounded_rows
-from tightfit.kernels.rounded_matmul import RoundedTile, multiply_few, round_rows
+from tightfit.kernels.rounded_matmul import RoundedTile, multiply_few, narrow_tile, round_rows
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
 
@@ -120,6 +121,15 @@ def test_gated_inputs(activation: Activation, impl: Impl, kind: torch.dtype) -> 
     assert error(found, gated @ (codes.double() * scale.double()).T) < 1e-6
     with pytest.raises(UserError, match=r"\[5, 128\]"):
         rounded_linear(both, codes, scale)
+
+
+@pytest.mark.parametrize("room", [99 * 2**10, 163 * 2**10, 227 * 2**10], ids=["GeForce", "A100", "H100"])
+def test_blocks_that_are_loaded_ahead_have_room(room: int) -> None:
+    """In the shared memory that a program of the card can have; the compiler keeps some for itself."""
+    for rows, outputs in product((1, 16, 40, 64, 128, 256), (1024, 4096, 28672)):
+        tile = narrow_tile(rows, outputs, room)
+        assert tile.stages >= 2
+        assert tile.stages * (tile.block_m + tile.block_n) * tile.block_k <= room - 2048
 
 
 @both_kinds

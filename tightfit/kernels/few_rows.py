@@ -16,7 +16,6 @@ Blocks are loaded by the tensor memory accelerator (TMA, Hopper and later). TMA 
 sizes need not be multiples of anything but 16 bytes a row.
 """
 
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.kernels.glu import activated, factored, glu_eager
-from tightfit.kernels.operators import multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import multiprocessors, on_device_of, operator, shared_bytes
 from tightfit.kernels.overlap import can_overlap, launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import HAS_TRITON, is_interpreted, tl, triton, use_triton
 from tightfit.models.spec import Activation
@@ -85,13 +84,9 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
     return is_16_bits and len(weight) >= LEAST_OUTPUTS and _is_aligned(x) and _is_aligned(weight)
 
 
-@lru_cache
 def has_room(device: torch.device) -> bool:
     """Whether a program can have STAGED_BYTES of shared memory: GeForce and workstation cards have half as much."""
-    if device.type != "cuda":
-        return True
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin > STAGED_BYTES
+    return device.type != "cuda" or shared_bytes(device) > STAGED_BYTES
 
 
 def _is_aligned(x: Tensor) -> bool:

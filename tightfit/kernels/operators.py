@@ -16,6 +16,7 @@ from torch import Tensor
 LIBRARY = torch.library.Library("tightfit", "FRAGMENT")
 INTERPRETED_MULTIPROCESSORS = 3
 """The number pretended under Triton's interpreter: so few that programs in small tests loop more than once."""
+INTERPRETED_SHARED_BYTES = 2**17
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Inside `with below_autograd():` operators skip the autograd key and run their implementation."""
@@ -70,6 +71,15 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have; what is pretended under Triton's interpreter."""
+    if device.type != "cuda":
+        return INTERPRETED_SHARED_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 @cache

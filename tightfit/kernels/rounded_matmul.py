@@ -23,7 +23,7 @@ from torch import Tensor
 from tightfit.kernels.few_rows import ALIGNMENT_BYTES, EARLY_BYTES, STAGED_BYTES, ask_early, blocks_of
 from tightfit.kernels.fp8_matmul import fp8_matmul
 from tightfit.kernels.glu import activated, factored
-from tightfit.kernels.operators import multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import multiprocessors, on_device_of, operator, shared_bytes
 from tightfit.kernels.overlap import can_overlap, launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import is_interpreted, tl, triton
 from tightfit.models.spec import Activation
@@ -36,6 +36,8 @@ SHORT = 8192
 FP8_ALIGNMENT = 16
 """Sizes that CUTLASS takes are multiples of it."""
 WIDEST_ROW = 32768
+SPARED_BYTES, LEAST_STAGES = 2048, 3
+"""Shared memory left to the compiler, and blocks that are loaded ahead at least before they are made smaller."""
 
 
 class RoundedTile(NamedTuple):
@@ -46,6 +48,10 @@ class RoundedTile(NamedTuple):
     block_k: int
     stages: int
     warps: int = 4
+
+
+SMALL = RoundedTile(block_m=16, block_n=16, block_k=32, stages=1)
+"""For Triton's interpreter."""
 
 
 @triton.jit
@@ -189,20 +195,20 @@ def square_kernel(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=here)
 
 
-def narrow_tile(M: int, N: int) -> RoundedTile:
-    """The tile for few rows, as measured for Llama's 8B on an H200 (docs/LOG.md): 64 outputs, unless these are many."""
-    if is_interpreted():
-        return RoundedTile(block_m=16, block_n=16, block_k=32, stages=1)
+def narrow_tile(M: int, N: int, room: int) -> RoundedTile:
+    """The tile for few rows, as measured for Llama's 8B on an H200 (docs/LOG.md): 64 outputs, unless these are many.
+
+    Blocks are loaded as far ahead as there is `room` in shared memory.
+    """
     block_m = min(max(triton.next_power_of_2(M), 16), 128)
     block_n = 128 if N > SHORT else 64
-    block_k = 256 if block_m < 128 else 128
-    return RoundedTile(block_m, block_n, block_k, stages=max(2, min(8, STAGED_BYTES // (block_n + block_m) // block_k)))
+    staged = min(room - SPARED_BYTES, STAGED_BYTES)
+    block_k = 256 if block_m < 128 and staged >= LEAST_STAGES * (block_n + block_m) * 256 else 128
+    return RoundedTile(block_m, block_n, block_k, stages=max(2, min(8, staged // (block_n + block_m) // block_k)))
 
 
 def square_tile(M: int, N: int, device: torch.device) -> RoundedTile:
     """The tile for many rows, large where that leaves enough programs."""
-    if is_interpreted():
-        return RoundedTile(block_m=16, block_n=16, block_k=32, stages=1)
     are_few = triton.cdiv(M, 128) * triton.cdiv(N, 128) < multiprocessors(device)
     return RoundedTile(64 if are_few else 128, 128, 128, stages=4 if are_few else 3)
 
@@ -271,7 +277,8 @@ def multiply_few(
 ) -> Tensor:
     """`multiply_codes` with the weight as the left factor, in tiles of a size."""
     (M, K), N = q.shape, codes.shape[0]
-    chosen, by_tma = tile or narrow_tile(M, N), _has_tma(q, codes)
+    chosen = tile or (SMALL if is_interpreted() else narrow_tile(M, N, shared_bytes(q.device)))
+    by_tma = _has_tma(q, codes)
     y = torch.empty(M, N, device=q.device, dtype=dtype)
     with on_device_of(q):
         narrow_kernel[(triton.cdiv(N, chosen.block_n), triton.cdiv(M, chosen.block_m))](
@@ -288,7 +295,7 @@ def multiply_few(
             K=K,
             SUMS=tl.int32 if codes.dtype == torch.int8 else tl.float32,
             BY_TMA=by_tma,
-            ASKS_EARLY=overlap and K >= EARLY_BYTES,
+            ASKS_EARLY=overlap and by_tma and K >= EARLY_BYTES,
             OVERLAP=overlap,
             BLOCK_M=chosen.block_m,
             BLOCK_N=chosen.block_n,
@@ -303,7 +310,7 @@ def multiply_few(
 def _square(q: Tensor, codes: Tensor, row_scale: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`multiply_codes` of many rows of integers."""
     (M, K), N = q.shape, codes.shape[0]
-    tile = square_tile(M, N, q.device)
+    tile = SMALL if is_interpreted() else square_tile(M, N, q.device)
     y = torch.empty(M, N, device=q.device, dtype=dtype)
     with on_device_of(q):
         square_kernel[(triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n),)](

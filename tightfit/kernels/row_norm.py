@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tightfit.kernels.operators import as_rows, below_autograd, empty_like, multiprocessors, on_device_of, operator
+from tightfit.kernels.operators import (
+    as_rows,
+    below_autograd,
+    empty_like,
+    multiprocessors,
+    on_device_of,
+    operator,
+    shared_bytes,
+)
 from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.triton_support import tl, triton
 
@@ -203,10 +211,9 @@ def _power_of_2(size: int) -> int:
 
 def _shared_bytes(device: torch.device) -> int:
     """Shared memory for tiles that load ahead, less the reductions' own; none before asynchronous copies (Ampere)."""
-    if device.type != "cuda":
-        return 2**17
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.shared_memory_per_block_optin - 8192 if properties.major >= 8 else 0
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        return 0
+    return shared_bytes(device) - 8192
 
 
 def _forward_fake(
