@@ -11,7 +11,8 @@ Such a product should take as long as reading the weight at full memory bandwidt
 - Memory is idle while one kernel ends and the next begins. With `overlap` (kernels/overlap.py) a program prefetches its
   first weights into the L2 cache before it waits for its input, and lets the next kernel begin after its own last load.
 
-Tiles of several sizes add the products of a row in one order, so that its bits do not depend on the number of tokens.
+How a product is tiled depends on the number of tokens, so the bits of a token's row may too.
+
 Blocks are loaded by the tensor memory accelerator (TMA, Hopper and later). TMA reads zeros outside the matrices, so
 sizes need not be multiples of anything but 16 bytes a row.
 """
@@ -80,7 +81,7 @@ def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
         return False
     if not has_room(weight.device):
         return False
-    is_16_bits = x.dtype == weight.dtype and x.element_size() == 2 and torch.version.hip is None
+    is_16_bits = x.dtype == weight.dtype and x.element_size() == 2
     return is_16_bits and len(weight) >= LEAST_OUTPUTS and _is_aligned(x) and _is_aligned(weight)
 
 

@@ -46,5 +46,5 @@ def pdl(overlap: bool) -> dict[str, bool]:
 
 @lru_cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether the card has programmatic dependent launch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether the card has programmatic dependent launch: NVIDIA's, from Hopper on."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9

@@ -5,9 +5,9 @@
 Codes are int8 (L = 127) or e4m3 (L = 448). With a static scale, s_x is one number for all tokens, beyond whose range q
 saturates.
 
-On CUDA the product is kernels/rounded_matmul.py's where card and row length allow it. Else, integers are multiplied by
-torch._int_mm where that takes them, which needs more than 16 rows (fewer are padded) and K and N in multiples of 8; and
-what is left as float32, where each product of two codes is exact. Not differentiable.
+On CUDA the product is kernels/rounded_matmul.py's where card and row length allow it. Else floats are expanded to the
+dtype of x and multiplied; integers by torch._int_mm where that takes them, which needs more than 16 rows (fewer are
+padded) and K and N in multiples of 8, or as float32, where sums are exact up to 2^24. Not differentiable.
 """
 
 from typing import Literal
@@ -55,6 +55,9 @@ def rounded_linear(
     if activation:
         gate, up = x.chunk(2, dim=-1)
         x = glu(gate, up, activation)
+    if codes.dtype != torch.int8:
+        weight = (codes.to(torch.float32) * scale.to(torch.float32)).to(x.dtype)
+        return F.linear(rounded_values(x, codes.dtype, input_scale), weight)
     rows, row_scale = rounded_rows(x.reshape(-1, x.shape[-1]), codes.dtype, input_scale)
     sums = _products(rows, codes) * row_scale * scale.T.to(torch.float32)
     return sums.to(x.dtype).view(*x.shape[:-1], codes.shape[0])
@@ -98,8 +101,8 @@ def _is_multiplied(x: Tensor, width: int, kind: torch.dtype) -> bool:
 
 
 def _products(rows: Tensor, codes: Tensor) -> Tensor:
-    """Σ_k of products of codes, [M, N], as float32."""
-    fits = codes.dtype == torch.int8 and rows.shape[1] % ALIGNED == 0 and codes.shape[0] % ALIGNED == 0
+    """Σ_k of products of integers, [M, N], as float32."""
+    fits = rows.shape[1] % ALIGNED == 0 and codes.shape[0] % ALIGNED == 0
     if not (rows.is_cuda and fits):
         return F.linear(rows.to(torch.float32), codes.to(torch.float32))
     padded = F.pad(rows, (0, 0, 0, max(LEAST_ROWS - len(rows), 0)))
