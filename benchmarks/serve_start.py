@@ -66,13 +66,14 @@ def start_once(case: str, device: str, *, here: bool) -> dict[str, float]:
     began = time.perf_counter()
     compiler = None if here else start_compiler(device)
     from benchmarks import serve_speed
+    from tightfit.serve import assembly
     from tightfit.serve.engine import Engine
-    from tightfit.serve.graphs import captured, warm_up
+    from tightfit.serve.graphs import steps, warm_up
 
     watch, (name, bits, fp8) = Watch(), CASES[case]
     for owner, function in (
-        (captured.Graphs, "capture_all"),
-        (captured, "compile_kernels"),
+        (assembly, "capture"),
+        (steps, "compile_kernels"),
         (warm_up, "missing_variants"),
         (Compiler, "wait_until_hashed"),
         (Compiler, "finish"),
@@ -91,13 +92,13 @@ def start_once(case: str, device: str, *, here: bool) -> dict[str, float]:
     return {
         "imports": imported - began,
         "weights": made - imported,
-        "cache": started - made - watch["capture_all"],
+        "cache": started - made - watch["capture"],
         "hash": watch["wait_until_hashed"],
         "trials": watch["missing_variants"],
         "compile": watch["finish"],
         "load": watch["compile_kernels"]
         - sum(map(watch.__getitem__, ("wait_until_hashed", "missing_variants", "finish"))),
-        "capture": watch["capture_all"] - watch["compile_kernels"],
+        "capture": watch["capture"] - watch["compile_kernels"],
         "start": started - made,
         "first_token": time.perf_counter() - started,
         "compiled": watch.listed.get("missing_variants", 0),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +28,9 @@ from tightfit.models.blank import blank_decoder
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.forward.runner import Runner, make_cache
 from tightfit.serve.graphs import warm_up
-from tightfit.serve.graphs.captured import Graphs
 from tightfit.serve.graphs.compiler import Compiler, Target, Variant
 from tightfit.serve.graphs.compiler_process import AbsentGpu, compile_all
+from tightfit.serve.graphs.steps import Steps
 
 H200 = Target("cuda", 90, 32)
 CPU = torch.device("cpu")
@@ -77,17 +78,22 @@ def pretend() -> None:
     triton_support.triton.runtime.driver.set_active(PretendedGpu())
 
 
-def make_graphs(name: str) -> Graphs:
-    """Those of an engine of a few sequences."""
+def make_steps(name: str) -> Steps:
+    """Those of an engine of a few sequences, which guesses."""
     spec = replace(resolve_spec(name), vocab_size=256)
     model = blank_decoder(spec, CPU, torch.bfloat16)
     copy_whole(model.embed.weight, torch.zeros_like(model.embed.weight))
     runner = Runner(model, make_cache(spec, 9, 16, CPU, torch.bfloat16), 128, 40)
-    return Graphs(runner, torch.zeros(41, dtype=torch.int64))
+    return Steps(runner, repeats=True, guesses=4)
 
 
-def every_run(whole: Graphs) -> Iterator[Callable[[], Any]]:
+def every_run(steps: Steps) -> Iterator[Callable[[], Any]]:
     """What will be captured, through all layers, and steps of other lengths than are tried."""
+    whole, checks = steps.graphs, steps.checks
+    assert whole is not None
+    assert checks is not None
+    for size in checks.sizes:
+        yield lambda size=size: checks.runner.project(checks._check(size))  # type: ignore[misc]
     for size in whole.sizes:
         yield lambda size=size: whole._try_decoding(size)  # type: ignore[misc]
     for size in (64, 128):
@@ -142,8 +148,8 @@ def main() -> None:
     compute_in_float32()
     found: dict[str, Any] = {}
     for name in sys.argv[1:]:
-        made = make_graphs(f"tiny-{name}")
-        tried = recorded(made.trials())
+        made = make_steps(f"tiny-{name}")
+        tried = recorded(chain.from_iterable(part.trials() for part in made.parts))
         needed = recorded(every_run(made))
         found[name] = {
             "tried": sorted(each.module.split(".")[-1] for each in tried),

@@ -14,7 +14,7 @@ from tests.serve.test_families import expected, greedy
 from tightfit.models.decoder import Decoder
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.graphs.captured import decode_sizes
+from tightfit.serve.graphs.sizes import decode_sizes
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 

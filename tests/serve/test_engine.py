@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.requests.grammar import LARGEST_TEXT, Constraints, Grammar
 from tightfit.serve.requests.request import Answer, Request
 from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.sampling.acceptance import accepted
-from tightfit.serve.sampling.sampler import probabilities
+from tightfit.serve.sampling.acceptance import Guesses, accepted, agreeing, uniform_of
+from tightfit.serve.sampling.sampler import draw, probabilities
 from tightfit.serve.schedule.sequence import Sequence
 
 CONFIG = EngineConfig(max_sequences=8, step_tokens=32, block_size=4, cache_bytes=2**20)
@@ -127,13 +128,16 @@ def test_bad_requests_are_refused(model: Decoder, prompt: list[int], count: int,
         Engine(model, None, CONFIG).submit(Request(id="a", prompt=prompt, sampling=HOT, count=count))
 
 
+@pytest.mark.parametrize("async_steps", [False, True])
 @pytest.mark.parametrize("speculation", ["lookup", "draft"])
-def test_guessing_does_not_change_greedy_answers(model: Decoder, smaller: Decoder, speculation: Any) -> None:
+def test_guessing_does_not_change_greedy_answers(
+    model: Decoder, smaller: Decoder, speculation: Any, async_steps: bool
+) -> None:
     prompts = [PROMPT, [9, 8, 7, 9, 8, 7, 9, 8], [1]]
     greedy = Sampling(max_tokens=30, temperature=0)
     requests = [Request(id=str(i), prompt=prompt, sampling=greedy) for i, prompt in enumerate(prompts)]
     plain = Engine(model, None, CONFIG).generate(requests)
-    config = replace(CONFIG, speculation=speculation, speculated_tokens=3)
+    config = replace(CONFIG, speculation=speculation, speculated_tokens=3, async_steps=async_steps)
     for draft in (smaller, model):
         engine = Engine(model, None, config, draft=draft)
         guessed = engine.generate(requests)
@@ -153,7 +157,7 @@ def test_a_certain_guess_keeps_the_distribution() -> None:
     made = []
     for seed in range(draws):
         sequence = Sequence([1, 2], Sampling(seed=seed))
-        made.append(tuple(accepted(chances, (1,), None, sequence)))
+        made.append(tuple(*accepted(chances, [(sequence, (1,), None)])))
     for token, chance in enumerate(chances[0].tolist()):
         found = sum(tokens[0] == token for tokens in made) / draws
         assert abs(found - chance) <= 5 * (chance * (1 - chance) / draws) ** 0.5
@@ -162,11 +166,54 @@ def test_a_certain_guess_keeps_the_distribution() -> None:
     assert abs(after.count(2) / len(after) - 0.8) <= 5 * (0.16 / len(after)) ** 0.5
 
 
-def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder) -> None:
+def naive(target: torch.Tensor, sequence: Sequence, guesses: Items[int], draft: torch.Tensor | None) -> list[int]:
+    """Leviathan's algorithm as it is written, a guess after the other."""
+    kept: list[int] = []
+    for index, guess in enumerate(guesses):
+        p, q = target[index], torch.eye(target.shape[1])[guess] if draft is None else draft[index]
+        if uniform_of(sequence, sequence.length + index, "accept") >= float(p[guess]) / float(q[guess]):
+            number = uniform_of(sequence, sequence.length + index, "resample")
+            return [*kept, int(draw((p - q).clamp(min=0)[None], torch.tensor([number])))]
+        kept.append(guess)
+    number = uniform_of(sequence, sequence.length + len(guesses), "choose")
+    return [*kept, int(draw(target[len(guesses), None], torch.tensor([number])))]
+
+
+def test_guesses_of_many_are_checked_as_each_alone() -> None:
+    chance = torch.Generator().manual_seed(0)
+
+    def chances(rows: int) -> torch.Tensor:
+        return torch.rand(rows, 11, generator=chance).pow(3).softmax(-1)
+
+    asked: list[Guesses] = []
+    for index in range(60):
+        count = index % 4
+        guesses = tuple(torch.randint(11, (count,), generator=chance).tolist())
+        draft = chances(count) if index % 3 else None
+        asked.append((Sequence([1] * (1 + index % 5), Sampling(seed=index)), guesses, draft))
+    target = chances(sum(1 + len(guesses) for _, guesses, _ in asked))
+    rows = target.split([1 + len(guesses) for _, guesses, _ in asked])
+    found = accepted(target, asked)
+    assert found == [naive(own, *each) for own, each in zip(rows, asked, strict=True)]
+    assert {len(tokens) for tokens in found} == {1, 2, 3, 4}
+    for own, each in zip(rows, asked, strict=True):
+        sure = torch.eye(11)[own.argmax(-1)]
+        assert agreeing(own.argmax(-1).tolist(), each[1]) == accepted(sure, [(each[0], each[1], None)])[0]
+
+
+@pytest.mark.parametrize("async_steps", [False, True])
+def test_guessing_keeps_the_distribution(model: Decoder, smaller: Decoder, async_steps: bool) -> None:
     """The second token has the probability that the model alone gives it, within five standard errors."""
     prompt, draws = [9, 8, 7, 9, 8, 7, 9, 8], 600
     sampling = Sampling(max_tokens=3, temperature=1.5, top_k=60)  # the second is guessed: there is room for one more
-    config = replace(CONFIG, speculation="draft", speculated_tokens=1, max_sequences=100, step_tokens=400)
+    config = replace(
+        CONFIG,
+        speculation="draft",
+        speculated_tokens=1,
+        max_sequences=100,
+        step_tokens=400,
+        async_steps=async_steps,
+    )
     engine = Engine(model, None, config, draft=smaller)
     requests = [Request(id=str(s), prompt=prompt, sampling=replace(sampling, seed=s)) for s in range(draws)]
     made = [found[0].tokens[1] for found in engine.generate(requests).values()]

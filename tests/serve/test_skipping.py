@@ -38,13 +38,14 @@ def test_layers_are_left_out_evenly_between_first_and_last() -> None:
         kept_layers(4, 3)
 
 
-@pytest.mark.parametrize("skipped", [1, 3])
-def test_greedy_answers_stay_the_same(deep: Decoder, skipped: int) -> None:
+@pytest.mark.parametrize(("skipped", "async_steps"), [(1, False), (3, False), (3, True)])
+def test_greedy_answers_stay_the_same(deep: Decoder, skipped: int, async_steps: bool) -> None:
     sampling = Sampling(max_tokens=20, temperature=0)
     prompts = [[5, 17, 3, 42, 8, 99], [9, 8, 7, 9], [1]]
     requests = [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
     plain = Engine(deep, None, CONFIG).generate(requests)
-    engine = Engine(deep, None, replace(CONFIG, speculation="skip", skipped_layers=skipped, speculated_tokens=3))
+    config = replace(CONFIG, speculation="skip", skipped_layers=skipped, speculated_tokens=3, async_steps=async_steps)
+    engine = Engine(deep, None, config)
     assert {key: each[0].tokens for key, each in engine.generate(requests).items()} == {
         key: each[0].tokens for key, each in plain.items()
     }
@@ -52,11 +53,13 @@ def test_greedy_answers_stay_the_same(deep: Decoder, skipped: int) -> None:
     assert engine.pool.free == engine.pool.size
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe"])
-def test_families_guess_for_themselves(name: str) -> None:
+@pytest.mark.parametrize("async_steps", [False, True])
+@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe", "deepseek_v3"])
+def test_families_guess_for_themselves(name: str, async_steps: bool) -> None:
     model = pair(name).ours
     assert model.spec.layers >= 3, "one is skipped between first and last"
-    engine = Engine(model, None, replace(SMALL, speculation="skip", skipped_layers=1, speculated_tokens=2))
+    config = replace(SMALL, speculation="skip", skipped_layers=1, speculated_tokens=2, async_steps=async_steps)
+    engine = Engine(model, None, config)
     found = engine.generate(greedy(name))
     assert [found[str(i)][0].tokens for i in range(len(LENGTHS))] == expected(name)
 

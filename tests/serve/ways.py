@@ -8,6 +8,7 @@ two part, both tokens have to score alike by the decoder itself, which knows nei
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,10 +76,11 @@ def check_guesses(model: Decoder, smaller: Decoder) -> None:
         ({"speculation": "draft"}, smaller),
         ({"speculation": "draft"}, model),
     ]
-    for changes, draft in ways:
-        for sampling in (greedy(), greedy(temperature=1.0, top_k=1, seed=3)):
-            engine = Engine(model, None, replace(ROOMY, speculated_tokens=3, **changes), draft=draft)
-            assert_same(model, tokens(engine, sampling), wanted)
+    for (changes, draft), apart in product(ways, (None, {"async_steps": False, "graphs": False})):
+        for samplings in ([greedy()], [greedy(temperature=1.0, top_k=1, seed=3)], [greedy(), greedy(top_k=1, seed=3)]):
+            config = replace(ROOMY, speculated_tokens=3, **changes, **(apart or {}))
+            engine = Engine(model, None, config, draft=draft)
+            assert_same(model, tokens(engine, *samplings), wanted)
             assert engine.counts.guessed > 0, changes
             if draft is model:
                 assert engine.counts.kept > 0.9 * engine.counts.guessed, "it guesses what it will say"

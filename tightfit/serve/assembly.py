@@ -13,11 +13,12 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.adapters import AdapterSet
 from tightfit.serve.forward.rope_tables import length_of_change
 from tightfit.serve.forward.runner import Runner, make_cache
-from tightfit.serve.graphs.async_steps import AsyncSteps
 from tightfit.serve.graphs.compiler import Compiler
+from tightfit.serve.graphs.steps import Steps, capture
 from tightfit.serve.ranks.runner import RankRunner
-from tightfit.serve.speculation.draft import make_draft_runner, make_skipping_runner, skipping_spec
-from tightfit.serve.speculation.proposers import DraftModel, PromptLookup, Proposer
+from tightfit.serve.speculation.draft import DraftModel, make_draft_runner
+from tightfit.serve.speculation.proposers import PromptLookup, Proposer
+from tightfit.serve.speculation.skipping import make_skipping_runner, skipping_spec
 from tightfit.serve.weights.cpu_codes import expand_for_cpu, pack_for_cpu
 
 
@@ -79,11 +80,11 @@ def make_proposer(
             return PromptLookup()
         case "skip":
             assert isinstance(runner, Runner), "ranks do not guess by skipping layers"
-            return DraftModel(make_skipping_runner(runner, budget, config))
+            return DraftModel(make_draft_steps(make_skipping_runner(runner, budget, config), config))
         case "draft":
             if draft is None:
                 raise UserError("speculation is 'draft', but no draft model was given")
-            return DraftModel(make_draft_runner(draft, model, budget, config))
+            return DraftModel(make_draft_steps(make_draft_runner(draft, model, budget, config), config))
 
 
 def make_host(runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig) -> HostStore | None:
@@ -94,10 +95,31 @@ def make_host(runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig
     return HostStore(runner.cache, config.host_bytes)
 
 
-def make_async_steps(runner: Runner | RankRunner, config: EngineConfig, compiler: Compiler | None) -> AsyncSteps | None:
-    """The launcher of steps that do not wait for the host; None over several ranks, and by default on a CPU."""
-    on_gpu = runner.device.type == "cuda"
-    if isinstance(runner, RankRunner) or not (on_gpu if config.async_steps is None else config.async_steps):
+def make_steps(runner: Runner | RankRunner, config: EngineConfig) -> Steps | None:
+    """Steps at fixed addresses on the device; None over several ranks, with LongRoPE, whose frequencies the host
+    decides on, and by default on a CPU."""
+    if isinstance(runner, RankRunner) or runner.ropes.by_length or not _repeats(runner, config):
         return None
-    capture = on_gpu and config.graphs and runner.model.spec.experts is None
-    return AsyncSteps(runner, capture=capture, compiler=compiler)
+    # On a GPU steps that check guesses are worth their padding where they are captured; they attend row by row.
+    can_check = runner.device.type != "cuda" or (runner.cache.has_row_kernel and runner.model.spec.experts is None)
+    guesses = config.speculated_tokens if config.speculation != "none" and can_check else 0
+    return Steps(runner, repeats=True, guesses=guesses)
+
+
+def make_draft_steps(runner: Runner, config: EngineConfig) -> Steps:
+    """Those of a draft model."""
+    return Steps(runner, repeats=_repeats(runner, config) and not runner.ropes.by_length, prompts=False)
+
+
+def _repeats(runner: Runner, config: EngineConfig) -> bool:
+    return runner.device.type == "cuda" if config.async_steps is None else config.async_steps
+
+
+def capture_steps(
+    steps: Steps | None, proposer: Proposer | None, config: EngineConfig, compiler: Compiler | None
+) -> None:
+    """Capture the steps of a model and of its draft on a GPU, except for routed models: experts gather rows."""
+    every = [steps, proposer.steps if isinstance(proposer, DraftModel) else None]
+    captured = [each for each in every if each is not None and each.runner.model.spec.experts is None]
+    if captured and captured[0].device.type == "cuda" and config.graphs:
+        capture(captured, captured[0].device, compiler)

@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out, one step at a time. Not for several threads; service.py gives it one.
 
 A step is scheduled and run, and tokens are chosen from its logits; each answer is then extended by its tokens, and
-finished answers free their blocks. Where the model runs on a GPU and no answer needs the host (`Sampling.needs_host`),
-a step is launched before the tokens of the one before it are read (`graphs/async_steps.py`): scheduling needs lengths
-only.
+finished answers free their blocks. Where the model runs on a GPU and no answer needs the host (`Sampling.needs_host`,
+guesses), a step is launched before the tokens of the one before it are read (`graphs/async_steps.py`): scheduling needs
+lengths only.
 """
 
 import threading
@@ -18,11 +18,12 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.assembly import (
-    make_async_steps,
+    capture_steps,
     make_budget,
     make_host,
     make_proposer,
     make_runner,
+    make_steps,
     prepare_codes,
     refuse_batch_invariant,
 )
@@ -94,6 +95,8 @@ class Engine:
         )
         self.counts = Counts()
         self._proposer = make_proposer(self.runner, model, draft, self.budget, self.config)
+        self._steps = make_steps(self.runner, self.config)
+        capture_steps(self._steps, self._proposer, self.config, compiler)
         self.break_even = self._measure_break_even()
         self.host = make_host(self.runner, model.spec, self.config)
         self.scheduler = Scheduler(self.pool, self._limits(), self.host)
@@ -104,8 +107,7 @@ class Engine:
         self._constraints_lock = threading.Lock()  # grammars are checked in threads of their own (service.py)
         self._host_bound = 0  # running answers whose `sampling.needs_host`
         self._flights: deque[Flight] = deque()
-        sees_every_token = self._proposer is not None or self.scheduler.limits.rewind_at is not None
-        self._async_steps = None if sees_every_token else make_async_steps(self.runner, self.config, compiler)
+        self._async_steps = AsyncSteps(self._steps) if self._steps is not None and self._proposer is None else None
 
     @property
     def has_work(self) -> bool:
@@ -213,7 +215,7 @@ class Engine:
         """Run one step and choose its tokens before returning."""
         drafts = self._proposer.propose(chunks) if self._proposer else {}
         chunks = ordered(chunks)
-        logits = self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
+        logits = self._logits(chunks)
         self.counts.steps += 1
         choosing = [chunk for chunk in chunks if chunk.chooses]
         asked = [self._rows_of(chunk, drafts.get(chunk.sequence)) for chunk in choosing]
@@ -226,6 +228,12 @@ class Engine:
         for chunk in choosing:
             self._start_siblings(chunk.sequence)
         return outputs
+
+    def _logits(self, chunks: list[Chunk]) -> torch.Tensor:
+        """Logits of a step of `chunks`, which are `ordered`, where a token is chosen or a guess is checked."""
+        if self._steps is not None:
+            return self._steps.logits(chunks)
+        return self.runner.logits(make_step(chunks, self.config.block_size, self.runner.device))
 
     def generate(self, requests: Iterable[Request]) -> dict[str, list[Answer]]:
         """All answers to `requests`, by their ids."""
@@ -249,11 +257,11 @@ class Engine:
         )
 
     def _measure_break_even(self) -> float | None:
-        """The share of guesses that must be kept for guessing to pay; None without guesses, on a GPU and over ranks."""
-        if self._proposer is None or not isinstance(self.runner, Runner) or self.runner.device.type == "cuda":
+        """The share of guesses that must be kept for guessing to pay; None without guesses and over ranks."""
+        if self._proposer is None or self.spread:
             return None
         guesses = self.config.speculated_tokens
-        return break_even_share(self.runner, self._proposer, self.pool, guesses)
+        return break_even_share(self._logits, self._proposer, self.pool, guesses, longest=self.max_length)
 
     def _begin(self, request: Request, index: int) -> Running:
         sampling = request.sampling

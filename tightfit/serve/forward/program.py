@@ -8,6 +8,7 @@ of their own where the product's kernel does not take them.
 """
 
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,13 @@ class Program:
         short, kinds = copy(self), [layer.kind for layer in self.layers]
         short.layers = self.layers[: 2 + max(kinds.index(kind) for kind in kinds)]
         return short
+
+    def with_layers(self, kept: list[int], cache: PagedCache) -> "Program":
+        """A copy that runs the layers `kept` alone, over a cache that has only those."""
+        some = copy(self)
+        some.cache, some.own_attention = cache, self.on_gpu and not cache.is_quantized
+        some.layers = [replace(self.layers[layer], index=index) for index, layer in enumerate(kept)]
+        return some
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""

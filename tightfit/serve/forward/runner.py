@@ -7,7 +7,6 @@ are.
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from copy import copy
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,9 +29,6 @@ from tightfit.serve.forward.row_tiles import Passes, RowTiles
 from tightfit.serve.schedule.step import Step
 from tightfit.serve.weights.joint import can_join
 
-ALL: Mapping[int, int] = MappingProxyType({})
-"""Every layer uses the layer of the cache that has its own number."""
-
 
 def make_cache(
     spec: ModelSpec,
@@ -53,7 +49,7 @@ def run_layers(
     step: Step,
     cache: PagedCache,
     ropes: RopeTables,
-    cache_layers: Mapping[int, int] = ALL,
+    cache_layers: Mapping[int, int],
 ) -> Tensor:
     """The residual stream x [1, N, H] of a step through `layers`, whose keys and values are in `cache`.
 
@@ -62,11 +58,11 @@ def run_layers(
     cache.step = step
 
     def attend(layer: int, *given: Any, **settings: Any) -> Tensor:
-        return cache.attend(cache_layers.get(layer, layer), *given, **settings)
+        return cache.attend(cache_layers[layer], *given, **settings)
 
     def attend_latent(layer: int, query: Tensor, vectors: Tensor, expansion: Expansion, *, scale: float) -> Tensor:
         assert isinstance(cache, LatentCache)
-        return cache.attend_latent(cache_layers.get(layer, layer), query, vectors, expansion, scale=scale)
+        return cache.attend_latent(cache_layers[layer], query, vectors, expansion, scale=scale)
 
     latent = attend_latent if isinstance(cache, LatentCache) else None
     mask = AttentionMask(x.shape[1], x.shape[1], x.device)
@@ -99,6 +95,7 @@ class Runner:
         timed = matrices and not batch_invariant  # a choice by timing may differ at the next start
         self.fast_products = fastest_products(max(matrices, key=Tensor.numel)) if timed else nullcontext
         self.adapters = adapters
+        self._cache_layers = {layer: layer for layer in range(model.spec.layers)}
         self.program = None
         if can_join(model):
             self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half)
@@ -109,6 +106,14 @@ class Runner:
         short = copy(self)
         short.program = None if self.program is None else self.program.shortened()
         return short
+
+    def with_layers(self, kept: list[int], cache: PagedCache) -> "Runner":
+        """A copy that runs the layers `kept` alone, over a cache that has only those; without adapters."""
+        some = copy(self)
+        some.cache, some.adapters, some.tiles = cache, None, None
+        some._cache_layers = {layer: index for index, layer in enumerate(kept)}
+        some.program = None if self.program is None else self.program.with_layers(kept, cache)
+        return some
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
@@ -155,5 +160,6 @@ class Runner:
 
     def _through_layers(self, step: Step) -> Tensor:
         x = self.model.embed_tokens(step.tokens, step.positions)
-        x = run_layers(self.model.layers, x, step, self.cache, self.ropes)
+        layers = (self.model.layers[index] for index in self._cache_layers)
+        x = run_layers(layers, x, step, self.cache, self.ropes, self._cache_layers)
         return x[0] if step.rows.numel() == x.shape[1] else x[0, step.rows]

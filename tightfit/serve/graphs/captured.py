@@ -9,21 +9,19 @@ without graphs.
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tightfit.kernels.capture import capturing
 from tightfit.kernels.greedy import choose_greedily
-from tightfit.kernels.triton_support import HAS_TRITON
 from tightfit.serve.forward.runner import Runner
-from tightfit.serve.graphs.compiler import Compiler
-from tightfit.serve.graphs.warm_up import compile_kernels, mixed_steps
+from tightfit.serve.graphs.buffers import SlotTables, Staged
+from tightfit.serve.graphs.recording import Captured, Recorder
+from tightfit.serve.graphs.sizes import decode_sizes
+from tightfit.serve.graphs.warm_up import mixed_steps
 from tightfit.serve.schedule.scheduler import Chunk
-from tightfit.serve.schedule.sequence import Sequence
 from tightfit.serve.schedule.step import Piece, Step
 
 PROMPT_SIZES = (64, 128, 256, 512)
@@ -31,54 +29,11 @@ NUMBERS = 4
 """Rows of a decoding step's inputs: the sequences' slots, positions, places in the cache, lengths."""
 
 
-def decode_sizes(most: int) -> list[int]:
-    """Numbers of sequences that graphs are captured for: small powers of two, then eights, then sixteens."""
-    sizes = [size for size in (1, 2, 4, 8, 16, *range(24, 65, 8), *range(80, most + 16, 16)) if size < most]
-    return [*sizes, most]
-
-
-@dataclass
-class Captured:
-    """A function without arguments, replayed as a graph where one was captured. Its output is kept for every captured
-    size: so a graph of the layers returns states, and the output projection is a graph of its own, whose logits lie in
-    memory that all sizes share."""
-
-    run: Callable[[], Tensor]
-    graph: "torch.cuda.CUDAGraph | None"
-    output: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self.graph is None:
-            return self.run()
-        self.graph.replay()
-        assert self.output is not None
-        return self.output
-
-
-class Staged:
-    """A buffer on the device and two pinned copies on the host, used in turn: one may still be being sent."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.device_side = torch.zeros(shape, dtype=dtype, device=device)
-        pinned = device.type == "cuda"
-        self._hosts = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(2)]
-        self._turn = 0
-
-    def host(self) -> "np.ndarray":
-        """The host's copy to fill before the next `send`."""
-        return self._hosts[self._turn].numpy()
-
-    def send(self, rows: int | None = None) -> None:
-        """Copy the first `rows` to the device."""
-        host = self._hosts[self._turn]
-        self.device_side[:rows].copy_(host[:rows], non_blocking=True)
-        self._turn = 1 - self._turn
-
-
 class Graphs:
     """Captured decoding steps and short prompts of one runner."""
 
-    def __init__(self, runner: Runner, last_tokens: Tensor) -> None:
+    def __init__(self, runner: Runner, last_tokens: Tensor, *, prompts: bool = True) -> None:
+        """`prompts`: short prompts too."""
         self.runner, self.last_tokens, self.device = runner, last_tokens, runner.device
         self.block_size, self.padding_block = runner.cache.block_size, runner.cache.padding_block
         sequences, self.max_length = runner.sequences, runner.max_length
@@ -86,28 +41,26 @@ class Graphs:
         self.columns = -(-self.max_length // self.block_size)
         self._numbers = Staged((NUMBERS, sequences), torch.int64, self.device)
         self._tables = Staged((sequences, self.columns), torch.int32, self.device)
-        self._by_slot = np.zeros((sequences, self.columns), dtype=np.int32)
+        self._slot_tables = SlotTables(sequences, self.columns)
         self._counters = torch.zeros(sequences, device=self.device, dtype=torch.int32)
-        # Per slot: the list of blocks that its table was filled from, and how many of them.
-        self._known: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
         self._prompt = Staged((3, PROMPT_SIZES[-1]), torch.int64, self.device)
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        longest = self.max_length if prompts and runner.tiles is None else 0
+        self._prompt_sizes = [size for size in PROMPT_SIZES if size <= longest]
+        self._recorder = Recorder(self.device)
         self._longest = self.max_length  # of a step's sequences; used without a graph
         self._decoding: dict[int, Captured] = {}
         self._choosing: dict[int, Captured] = {}
         self._states: dict[int, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
-    def capture_all(self, compiler: Compiler | None) -> None:
+    def capture(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
-        if HAS_TRITON and self.device.type == "cuda" and self.runner.tiles is None:  # RowTiles has run all kernels
-            compile_kernels(self.trials(), self.device, compiler)
         for size in sorted(self.sizes, reverse=True):
-            self._decoding[size] = decoding = self._captured(partial(self._decode, size))
+            self._decoding[size] = decoding = self._recorder.record(partial(self._decode, size))
             self._states[size] = decoding.output if decoding.output is not None else decoding()
-            self._choosing[size] = self._captured(partial(self._choose, size))
+            self._choosing[size] = self._recorder.record(partial(self._choose, size))
         for size in sorted(self._prompt_sizes, reverse=True):
-            self._prompts[size] = self._captured(partial(self._read_prompt, size))
+            self._prompts[size] = self._recorder.record(partial(self._read_prompt, size))
 
     def trials(self) -> Iterator[Callable[[], Tensor]]:
         """Every step that will be captured, and mixed steps, each through only as many layers as launch all kernels.
@@ -129,24 +82,23 @@ class Graphs:
 
     def takes_prompt(self, chunk: Chunk) -> bool:
         """Whether a chunk, alone in its step, is a whole prompt short enough for a graph."""
-        longest = max((size for size in PROMPT_SIZES if size <= self.max_length), default=0)
-        return self.runner.tiles is None and chunk.start == 0 and chunk.chooses and chunk.count <= longest
+        return chunk.start == 0 and chunk.chooses and chunk.count <= max(self._prompt_sizes, default=0)
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
         """States [chunks, H] of a step with one token of each sequence; call `choose_greedy` or a projection next."""
         count, size = len(chunks), self._size(chunks)
         numbers = self._numbers.host()
         for chunk in chunks:
-            self._note_blocks(chunk.sequence)
+            self._slot_tables.note(chunk.sequence)
         slots = np.array([chunk.sequence.slot for chunk in chunks])
         last = np.array([chunk.start for chunk in chunks])
-        blocks = self._by_slot[slots, last // self.block_size].astype(np.int64)
+        blocks = self._slot_tables.rows[slots, last // self.block_size].astype(np.int64)
         numbers[:, :count] = slots, last, blocks * self.block_size + last % self.block_size, last + 1
         padding = self.padding_block * self.block_size
         numbers[:, count:size] = np.array([len(self.last_tokens) - 1, 0, padding, 1])[:, None]
         self._longest = int(last.max()) + 1
         tables = self._tables.host()
-        tables[:count] = self._by_slot[slots]
+        tables[:count] = self._slot_tables.rows[slots]
         tables[count:size] = self.padding_block
         self._numbers.send()
         self._tables.send(size)
@@ -158,16 +110,12 @@ class Graphs:
         `last_tokens` at their sequences' slots, where the next step reads them."""
         return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
 
-    @property
-    def _prompt_sizes(self) -> list[int]:
-        return [size for size in PROMPT_SIZES if size <= self.max_length and self.runner.tiles is None]
-
     def _size(self, chunks: list[Chunk]) -> int:
         return next(size for size in self.sizes if size >= len(chunks))
 
     def read_prompt(self, chunk: Chunk) -> Tensor:
         """Logits [1, V] after a short prompt."""
-        size = next((size for size in PROMPT_SIZES if size >= chunk.count), PROMPT_SIZES[-1])
+        size = next(size for size in self._prompt_sizes if size >= chunk.count)
         host, count, blocks = self._prompt.host(), chunk.count, np.array(chunk.sequence.blocks)
         places = np.arange(count)
         host[0, :count] = chunk.sequence.tokens[:count]
@@ -177,16 +125,6 @@ class Graphs:
         host[2, 0] = count - 1
         self._prompt.send()
         return self.runner.project(self._get(self._prompts, size, self._read_prompt)())
-
-    def _note_blocks(self, sequence: Sequence) -> None:
-        """Bring the block table of the sequence's slot up to date; the sequence gets a new list of blocks whenever it
-        is admitted."""
-        slot, blocks = sequence.slot, sequence.blocks
-        whose, known = self._known[slot]
-        if whose is not blocks or known != len(blocks):
-            known = known if whose is blocks else 0
-            self._by_slot[slot, known : len(blocks)] = blocks[known:]
-            self._known[slot] = (blocks, len(blocks))
 
     def _decode(self, size: int) -> Tensor:
         slots, positions, places, lengths = self._numbers.device_side[:, :size]
@@ -228,19 +166,4 @@ class Graphs:
         return self.runner.states(step)
 
     def _get(self, kept: dict[int, Captured], size: int, run: Callable[[int], Tensor]) -> Captured:
-        return kept.get(size) or Captured(partial(run, size), None)
-
-    @torch.inference_mode()
-    def _captured(self, run: Callable[[], Tensor]) -> Captured:
-        """`run` captured as a graph, after a run outside of it: first calls compile kernels and set up libraries."""
-        if self.device.type != "cuda":
-            return Captured(run, None)
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, pool=self._pool):
-            output = run()
-        return Captured(run, graph, output)
+        return kept.get(size) or Captured(partial(run, size))

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tightfit.serve.requests.grammar import Matcher
 from tightfit.serve.requests.request import TokenLogprob
-from tightfit.serve.sampling.acceptance import accepted
-from tightfit.serve.sampling.random_numbers import uniform
-from tightfit.serve.sampling.sampler import adjust, draw, probabilities
+from tightfit.serve.sampling.acceptance import accepted, agreeing
+from tightfit.serve.sampling.sampler import adjust, probabilities
 from tightfit.serve.schedule.sequence import Sequence
 
 
@@ -58,26 +57,12 @@ def choose(logits: Tensor, asked: Items[SequenceRows]) -> list[Chosen]:
 
 
 def _tokens(logits: Tensor, asked: Items[SequenceRows]) -> list[list[int]]:
-    if all(each.rows == 1 and each.sequence.sampling.is_greedy for each in asked):
-        return [[token] for token in logits.argmax(-1).tolist()]
+    if all(each.sequence.sampling.is_greedy for each in asked):
+        likeliest = iter(logits.argmax(-1).tolist())
+        return [agreeing([next(likeliest) for _ in range(each.rows)], each.proposal) for each in asked]
     settings = [each.sequence.sampling for each in asked for _ in range(each.rows)]
     chances = probabilities(logits, settings)
-    starts = _starts(asked)
-    plain = [index for index, each in enumerate(asked) if each.rows == 1]
-    tokens: list[list[int]] = [[] for _ in asked]
-    if plain:
-        numbers = torch.tensor([_number(asked[index].sequence) for index in plain], device=logits.device)
-        for index, token in zip(plain, draw(chances[[starts[i] for i in plain]], numbers).tolist(), strict=True):
-            tokens[index] = [token]
-    for index, each in enumerate(asked):
-        if each.rows > 1:
-            rows = chances[starts[index] : starts[index] + each.rows]
-            tokens[index] = accepted(rows, each.proposal, each.proposed_from, each.sequence)
-    return tokens
-
-
-def _number(sequence: Sequence) -> float:
-    return uniform(sequence.sampling.seed, sequence.index, sequence.length)
+    return accepted(chances, [(each.sequence, each.proposal, each.proposed_from) for each in asked])
 
 
 def _starts(asked: Items[SequenceRows]) -> list[int]:

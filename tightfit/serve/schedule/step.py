@@ -153,11 +153,8 @@ def _sort_key(chunk: Chunk) -> tuple[int, bool]:
     return (0, False) if _is_single(chunk) else (chunk.count + len(chunk.proposal), chunk.start > 0)
 
 
-def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, last_rows: bool = False) -> Step:
-    """The tensors of `chunks`, which are `ordered`.
-
-    Logits are wanted where a token is chosen or a guess checked; with `last_rows` after the last token of each chunk.
-    """
+def make_step(chunks: Items[Chunk], block_size: int, device: torch.device) -> Step:
+    """The tensors of `chunks`, which are `ordered`. Logits are wanted where a token is chosen or a guess checked."""
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     slots: list[np.ndarray] = []
@@ -177,9 +174,7 @@ def make_step(chunks: Items[Chunk], block_size: int, device: torch.device, *, la
         runs.append((end - chunk.start, own.length))
         if not _is_single(chunk):
             pieces.append(Piece(first_row, end - chunk.start, chunk.start, own.blocks))
-        if last_rows:
-            rows.append(len(tokens) - 1)
-        elif chunk.chooses:
+        if chunk.chooses:
             rows += range(first_row + chunk.count - 1, len(tokens))
     lengths = [chunk.end + len(chunk.proposal) for chunk in singles]
     return Step(

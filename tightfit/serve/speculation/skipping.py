@@ -5,13 +5,13 @@ differ. How often guesses are kept depends on the model and on which layers are 
 as first and last layers matter most. Which tokens come out does not depend on it.
 """
 
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from tightfit.errors import UserError
-from tightfit.serve.cache.paged import PagedCache
-from tightfit.serve.forward.runner import Runner, run_layers
-from tightfit.serve.schedule.step import Step
+from tightfit.models.spec import ModelSpec
+from tightfit.serve.budget import Budget
+from tightfit.serve.config import EngineConfig
+from tightfit.serve.forward.runner import Runner, make_cache
 
 
 def kept_layers(layers: int, skipped: int) -> list[int]:
@@ -26,19 +26,13 @@ def kept_layers(layers: int, skipped: int) -> list[int]:
     return [layer for layer in range(layers) if layer not in left_out]
 
 
-class SkippingRunner:
-    """Runs some layers of a runner's model on steps, over a cache that has only those."""
+def skipping_spec(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """The shape of the cache for the layers that guess, where a model skips some of its own."""
+    return replace(spec, layers=len(kept_layers(spec.layers, config.skipped_layers)))
 
-    def __init__(self, target: Runner, kept: list[int], cache: PagedCache) -> None:
-        self.target, self.cache, self.device = target, cache, target.device
-        self._cache_layers = {layer: index for index, layer in enumerate(kept)}
 
-    @torch.inference_mode()
-    def logits(self, step: Step) -> Tensor:
-        """Logits [R, V] of the step's rows; keys and values of all its tokens are stored."""
-        model = self.target.model
-        layers = (model.layers[index] for index in self._cache_layers)
-        with self.target.fast_products():
-            x = model.embed_tokens(step.tokens, step.positions)
-            x = run_layers(layers, x, step, self.cache, self.target.ropes, self._cache_layers)
-        return self.target.project(x[0, step.rows])
+def make_skipping_runner(target: Runner, budget: Budget, config: EngineConfig) -> Runner:
+    """The draft that is `target` itself without some of its layers."""
+    spec, weight = target.model.spec, target.model.embed.weight
+    cache = make_cache(skipping_spec(spec, config), budget.blocks, config.block_size, weight.device, weight.dtype)
+    return target.with_layers(kept_layers(spec.layers, config.skipped_layers), cache)
