@@ -122,6 +122,10 @@ def test_giving_way_changes_nothing(small: Decoder) -> None:
     ways.check_giving_way(small)
 
 
+def test_adapters_answer_as_if_merged(repeating: Decoder) -> None:
+    ways.check_adapters(repeating)
+
+
 def test_penalties_are_those_that_are_written_out(repeating: Decoder) -> None:
     ways.check_penalties(repeating)
 

@@ -34,6 +34,7 @@ import tightfit.kernels.glu
 import tightfit.kernels.gradient_norm
 import tightfit.kernels.greedy
 import tightfit.kernels.join_parts
+import tightfit.kernels.low_rank_rows
 import tightfit.kernels.packed_blocks
 import tightfit.kernels.packed_rows
 import tightfit.kernels.packed_vector
@@ -251,10 +252,22 @@ def launch_outliers(card: Card) -> None:
     spqr._run_expand(*weight[:-1], card.narrow)
 
 
+def launch_adapters(card: Card) -> None:
+    """What requests' adapters add to a product, of one rank or of several."""
+    rows = tightfit.kernels.low_rank_rows
+    x, y = torch.ones(3, 64, dtype=card.narrow), torch.ones(3, 128, dtype=card.narrow)
+    for ranks in card.some((8, 8), (4, 16)):
+        pairs = [[(x[:1].repeat(rank, 1), y[0, :, None].repeat(1, rank))] for rank in ranks]
+        rows._launch(
+            y, x, torch.zeros(3, dtype=torch.int64), rows.LowRankRows.of(pairs, (128,)), overlap=card.capability >= 90
+        )
+
+
 def launch_decoding(card: Card) -> None:
     """What a decoding step launches, for one token and for several, and prompts beside it."""
     dtype, overlap = card.narrow, card.capability >= 90
     launch_packed_products(card)
+    launch_adapters(card)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)

@@ -25,7 +25,10 @@ from tests.slow_halves import compute_in_float32
 from tightfit.collectives.shards import copy_whole
 from tightfit.kernels import operators, overlap, row_norm, triton_support
 from tightfit.models.blank import blank_decoder
+from tightfit.models.huggingface.adapter import Adapter, LowRank
 from tightfit.models.resolve import resolve_spec
+from tightfit.models.spec import ModelSpec
+from tightfit.serve.forward.adapters import AdapterSet
 from tightfit.serve.forward.runner import Runner, make_cache
 from tightfit.serve.graphs import warm_up
 from tightfit.serve.graphs.compiler import Compiler, Target, Variant
@@ -34,6 +37,8 @@ from tightfit.serve.graphs.steps import Steps
 
 H200 = Target("cuda", 90, 32)
 CPU = torch.device("cpu")
+ADAPTED = ("qwen3",)
+"""Models that are served with adapters."""
 SMALL = ("glu", "greedy", "rotate_store")
 """Kernels that compile in a fraction of a second."""
 
@@ -83,8 +88,28 @@ def make_steps(name: str) -> Steps:
     spec = replace(resolve_spec(name), vocab_size=256)
     model = blank_decoder(spec, CPU, torch.bfloat16)
     copy_whole(model.embed.weight, torch.zeros_like(model.embed.weight))
-    runner = Runner(model, make_cache(spec, 9, 16, CPU, torch.bfloat16), 128, 40)
+    adapters = AdapterSet(model, adapters_of(spec) if name.removeprefix("tiny-") in ADAPTED else {})
+    runner = Runner(model, make_cache(spec, 9, 16, CPU, torch.bfloat16), 128, 40, adapters=adapters)
     return Steps(runner, repeats=True, guesses=4)
+
+
+def adapters_of(spec: ModelSpec) -> dict[str, Adapter]:
+    """Two, of different ranks, of some projections."""
+    outputs = {"attention.q": spec.query_size, "attention.v": spec.kv_size, "mlp.up": spec.mlp_size}
+
+    def change(rank: int, size: int) -> LowRank:
+        return LowRank(
+            *(torch.zeros(shape, dtype=torch.bfloat16) for shape in ((rank, spec.hidden_size), (size, rank)))
+        )
+
+    return {
+        f"of {rank}": Adapter(
+            "",
+            rank,
+            {f"layers.{i}.{part}": change(rank, size) for i in range(spec.layers) for part, size in outputs.items()},
+        )
+        for rank in (4, 8)
+    }
 
 
 def every_run(steps: Steps) -> Iterator[Callable[[], Any]]:
@@ -94,8 +119,8 @@ def every_run(steps: Steps) -> Iterator[Callable[[], Any]]:
     assert checks is not None
     for size in checks.sizes:
         yield lambda size=size: checks.runner.project(checks._check(size))  # type: ignore[misc]
-    for size in whole.sizes:
-        yield lambda size=size: whole._try_decoding(size)  # type: ignore[misc]
+    for kind in whole._kinds:
+        yield lambda kind=kind: whole._try_decoding(kind)  # type: ignore[misc]
     for size in (64, 128):
         yield lambda size=size: whole.runner.project(whole._read_prompt(size))  # type: ignore[misc]
     for length, piece in ((2, 127), (17, 3), (100, 33), (128, 16)):

@@ -23,6 +23,10 @@ def test_giving_way_changes_nothing(model: Decoder) -> None:
     ways.check_giving_way(model)
 
 
+def test_adapters_answer_as_if_merged(model: Decoder) -> None:
+    ways.check_adapters(model)
+
+
 def test_penalties_are_those_that_are_written_out(model: Decoder) -> None:
     ways.check_penalties(model)
 

@@ -7,15 +7,18 @@ two part, both tokens have to score alike by the decoder itself, which knows nei
 
 import re
 from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import Adapter, LowRank
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
@@ -35,18 +38,19 @@ def greedy(**settings: Any) -> Sampling:
     return Sampling(**{"max_tokens": ANSWER, "temperature": 0, **settings})
 
 
-def answers(engine: Engine, *samplings: Sampling) -> list[Answer]:
-    """Of all prompts at once, each with the next of `samplings`."""
+def answers(engine: Engine, *samplings: Sampling, adapters: Sequence[str | None] = (None,)) -> list[Answer]:
+    """Of all prompts at once, each with the next of `samplings` and of `adapters`."""
     requests = [
-        Request(id=str(i), prompt=prompt, sampling=samplings[i % len(samplings)]) for i, prompt in enumerate(PROMPTS)
+        Request(id=str(i), prompt=prompt, sampling=samplings[i % len(samplings)], adapter=adapters[i % len(adapters)])
+        for i, prompt in enumerate(PROMPTS)
     ]
     made = engine.generate(requests)
     assert engine.pool.free == engine.pool.size
     return [made[request.id][0] for request in requests]
 
 
-def tokens(engine: Engine, *samplings: Sampling) -> list[list[int]]:
-    return [answer.tokens for answer in answers(engine, *samplings)]
+def tokens(engine: Engine, *samplings: Sampling, adapters: Sequence[str | None] = (None,)) -> list[list[int]]:
+    return [answer.tokens for answer in answers(engine, *samplings, adapters=adapters)]
 
 
 def logits_before(model: Decoder, prompt: list[int], answer: list[int]) -> Tensor:
@@ -56,9 +60,11 @@ def logits_before(model: Decoder, prompt: list[int], answer: list[int]) -> Tenso
         return model(whole).logits[0, len(prompt) - 1 : -1].float()
 
 
-def assert_same(model: Decoder, found: list[list[int]], wanted: list[list[int]]) -> None:
+def assert_same(
+    model: Decoder, found: list[list[int]], wanted: list[list[int]], prompts: list[list[int]] = PROMPTS
+) -> None:
     """Equal, or apart at a tie from which on they are answers to something else."""
-    for prompt, one, other in zip(PROMPTS, found, wanted, strict=True):
+    for prompt, one, other in zip(prompts, found, wanted, strict=True):
         assert len(one) == len(other)
         parting = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
         if parting is not None:
@@ -100,6 +106,42 @@ def check_giving_way(model: Decoder) -> None:
                 assert engine.host.restored_count > 0
                 assert engine.host.used_bytes == 0
             assert (engine.host is None) == (host_bytes == 0)
+
+
+def random_adapter(model: Decoder, rank: int, parts: tuple[str, ...]) -> Adapter:
+    """One that changes what is said."""
+    device, changes = model.embed.weight.device, {}
+    for name, linear in model.layers.named_modules():
+        if name.endswith(parts) and isinstance(linear, nn.Linear):
+            down = torch.randn(rank, linear.in_features, device=device)
+            up = torch.randn(linear.out_features, rank, device=device)
+            size = linear.weight.norm() / (up @ down).norm()
+            changes[f"layers.{name}"] = LowRank(down, 0.5 * size * up)
+    return Adapter("random", rank, changes)
+
+
+def check_adapters(model: Decoder) -> None:
+    """Several in one batch, of different ranks and on different projections: each answers as if it were merged."""
+    torch.manual_seed(0)
+    first, second = random_adapter(model, 4, ("q", "v", "o")), random_adapter(model, 9, ("q", "gate", "down"))
+    asked = (None, "first", "second", "first")
+    wanted: dict[str | None, list[list[int]]] = {}
+    merged: dict[str | None, Decoder] = {}
+    for name, adapter in ((None, None), ("first", first), ("second", second)):
+        made: Any = deepcopy(model)
+        with torch.no_grad():
+            for changed, change in (adapter.changes if adapter else {}).items():
+                made.get_submodule(changed).weight += change.up @ change.down
+        merged[name], wanted[name] = made, tokens(Engine(made, None, ROOMY), greedy())
+    assert not any(a == b for pair in combinations(wanted.values(), 2) for a, b in zip(*pair, strict=True))
+    adapters = {"first": first, "second": second}
+    for config in (ROOMY, replace(ROOMY, async_steps=True), replace(ROOMY, async_steps=False, graphs=False)):
+        for sampling in (greedy(), greedy(temperature=1.0, top_k=1, seed=3)):
+            engine = Engine(model, None, config, adapters=adapters)
+            found = tokens(engine, sampling, adapters=asked)
+            for index, each in enumerate(found):
+                name = asked[index % len(asked)]
+                assert_same(merged[name], [each], wanted[name][index : index + 1], PROMPTS[index : index + 1])
 
 
 def check_penalties(model: Decoder) -> None:

@@ -7,6 +7,7 @@ activations and residuals are part of the products (kernels/decode_linear.py); w
 of their own where the product's kernel does not take them.
 """
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,15 @@ from tightfit.kernels.rope import rope
 from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.adapter import Adapter
+from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.forward.cpu_operations import turn_rows, turns
 from tightfit.serve.forward.rope_tables import RopeTables
 from tightfit.serve.schedule.step import Step
 from tightfit.serve.weights.joint import JointLayer, join, join_layers
 from tightfit.serve.weights.norm import Norm
+from tightfit.serve.weights.requested import Choice, with_requested
 from tightfit.serve.weights.weight import Fused
 
 
@@ -42,11 +46,16 @@ class Program:
         overlap: bool,
         sequences: int,
         half: bool = False,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
+        """`adapters` are those that requests may choose."""
         spec = model.spec
         self.model, self.cache, self.ropes, self.spec = model, cache, ropes, spec
         self.overlap = overlap and can_overlap(model.embed.weight.device)
-        self.layers = join_layers(model, half=half, overlap=self.overlap)
+        self.choice = Choice(adapters or {}, overlap=self.overlap)
+        self.layers = [
+            with_adapters(layer, spec, self.choice) for layer in join_layers(model, half=half, overlap=self.overlap)
+        ]
         self.final_norm = Norm.of(model.norm, spec, overlap=self.overlap)
         self.head = join([model.head], half=half, overlap=self.overlap)
         self.on_gpu = use_triton("auto", model.embed.weight)
@@ -70,6 +79,7 @@ class Program:
 
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
+        self.choice.make(step)
         x = self.model.embed_tokens(step.tokens, step.positions)[0]
         if self.own_attention and len(x) == 1 and not (step.pieces or step.row_by_row or self.ropes.by_length):
             return self._one(x, step)
@@ -95,6 +105,7 @@ class Program:
             attended, is_last = self._attention(normed, layer, step, ropes), layer.index + 1 == len(self.layers)
             if is_last and step.rows.numel() < len(x):
                 attended, x = attended[step.rows], x[step.rows]
+                self.choice.narrow(step.rows)
                 if not len(x):  # a piece of a prompt without logits: its keys and values are stored
                     return x
             normed, x = layer.mlp_norm.of_sum(layer.o.product(attended), x)
@@ -187,6 +198,20 @@ class Program:
         """Whether every sequence has one token, on a CPU, and torch's own attention does (no codes, no softcap)."""
         plain = not self.cache.is_quantized and self.spec.attention_softcap is None
         return self.on_cpu and plain and not (step.pieces or step.row_by_row)
+
+
+def with_adapters(layer: JointLayer, spec: ModelSpec, choice: Choice) -> JointLayer:
+    """A layer whose matrices get what adapters add to them."""
+    before, mlp = f"layers.{layer.index}", [spec.mlp_size, spec.mlp_size]
+    attention = [f"{before}.attention.{part}" for part in "qkv"]
+    heads = [spec.query_size, spec.kv_size, spec.kv_size]
+    return replace(
+        layer,
+        qkv=with_requested(layer.qkv, attention, heads, choice),
+        o=with_requested(layer.o, [f"{before}.attention.o"], [spec.hidden_size], choice),
+        gate_up=with_requested(layer.gate_up, [f"{before}.mlp.gate", f"{before}.mlp.up"], mlp, choice),
+        down=with_requested(layer.down, [f"{before}.mlp.down"], [spec.hidden_size], choice),
+    )
 
 
 def _kernel_norms(layer: JointLayer) -> dict[str, Any]:

@@ -98,7 +98,10 @@ class Runner:
         self._cache_layers = {layer: layer for layer in range(model.spec.layers)}
         self.program = None
         if can_join(model):
-            self.program = Program(model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half)
+            given = None if adapters is None else adapters.adapters
+            self.program = Program(
+                model, cache, self.ropes, overlap=overlap, sequences=sequences, half=half, adapters=given
+            )
         self.tiles = self._make_tiles() if batch_invariant else None
 
     def shortened(self) -> "Runner":
@@ -108,12 +111,17 @@ class Runner:
         return short
 
     def with_layers(self, kept: list[int], cache: PagedCache) -> "Runner":
-        """A copy that runs the layers `kept` alone, over a cache that has only those; without adapters."""
+        """A copy that runs the layers `kept` alone, over a cache that has only those."""
         some = copy(self)
-        some.cache, some.adapters, some.tiles = cache, None, None
+        some.cache, some.tiles = cache, None
         some._cache_layers = {layer: index for index, layer in enumerate(kept)}
         some.program = None if self.program is None else self.program.with_layers(kept, cache)
         return some
+
+    @property
+    def adapter_numbers(self) -> dict[str, int]:
+        """The adapters that captured steps know, by name."""
+        return {} if self.program is None else self.program.choice.numbers
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
@@ -124,7 +132,7 @@ class Runner:
     def states(self, step: Step) -> Tensor:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         with self.fast_products():
-            if self.adapters is not None and step.adapters:
+            if self.adapters is not None and step.adapters and self.program is None:
                 with self.adapters.applied(step.adapters):
                     return self._through_layers(step)
             return self._states(step) if self.tiles is None else self.tiles.states(step)

@@ -25,8 +25,10 @@ from tightfit.serve.schedule.scheduler import Chunk
 from tightfit.serve.schedule.step import Piece, Step
 
 PROMPT_SIZES = (64, 128, 256, 512)
-NUMBERS = 4
-"""Rows of a decoding step's inputs: the sequences' slots, positions, places in the cache, lengths."""
+NUMBERS = 5
+"""Rows of a decoding step's inputs: the sequences' slots, positions, places in the cache, lengths, adapters."""
+Kind = tuple[int, bool]
+"""Of decoding steps: the number of sequences, and whether any has an adapter."""
 
 
 class Graphs:
@@ -48,17 +50,19 @@ class Graphs:
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= longest]
         self._recorder = Recorder(self.device)
         self._longest = self.max_length  # of a step's sequences; used without a graph
-        self._decoding: dict[int, Captured] = {}
-        self._choosing: dict[int, Captured] = {}
-        self._states: dict[int, Tensor] = {}
+        ways = (False, True) if runner.adapter_numbers else (False,)
+        self._kinds = [(size, adapted) for adapted in ways for size in self.sizes]
+        self._decoding: dict[Kind, Captured] = {}
+        self._choosing: dict[Kind, Captured] = {}
+        self._states: dict[Kind, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
 
     def capture(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
-        for size in sorted(self.sizes, reverse=True):
-            self._decoding[size] = decoding = self._recorder.record(partial(self._decode, size))
-            self._states[size] = decoding.output if decoding.output is not None else decoding()
-            self._choosing[size] = self._recorder.record(partial(self._choose, size))
+        for kind in sorted(self._kinds, reverse=True):
+            self._decoding[kind] = decoding = self._recorder.record(partial(self._decode, kind))
+            self._states[kind] = decoding.output if decoding.output is not None else decoding()
+            self._choosing[kind] = self._recorder.record(partial(self._choose, kind))
         for size in sorted(self._prompt_sizes, reverse=True):
             self._prompts[size] = self._recorder.record(partial(self._read_prompt, size))
 
@@ -69,16 +73,16 @@ class Graphs:
         """
         few = copy(self)
         few.runner, few.last_tokens, few._states = self.runner.shortened(), torch.zeros_like(self.last_tokens), {}
-        ends = {*self.sizes[:2], self.sizes[-1]}
-        for size in sorted(ends):
-            yield partial(few._try_decoding, size)
+        ends = {kind for kind in self._kinds if kind[0] in (*self.sizes[:2], self.sizes[-1])}
+        for kind in sorted(ends):
+            yield partial(few._try_decoding, kind)
         for step in mixed_steps(self.block_size, self.padding_block, self.max_length, self.device):
             yield partial(few.runner.logits, step)
         for size in self._prompt_sizes:
             yield partial(few._read_prompt, size)
-        for size in self.sizes:
-            if size not in ends:
-                yield partial(few._try_decoding, size)
+        for kind in self._kinds:
+            if kind not in ends:
+                yield partial(few._try_decoding, kind)
 
     def takes_prompt(self, chunk: Chunk) -> bool:
         """Whether a chunk, alone in its step, is a whole prompt short enough for a graph."""
@@ -86,32 +90,36 @@ class Graphs:
 
     def decode(self, chunks: list[Chunk]) -> Tensor:
         """States [chunks, H] of a step with one token of each sequence; call `choose_greedy` or a projection next."""
-        count, size = len(chunks), self._size(chunks)
+        count, kind = len(chunks), self._kind(chunks)
+        size, known = kind[0], self.runner.adapter_numbers
         numbers = self._numbers.host()
         for chunk in chunks:
             self._slot_tables.note(chunk.sequence)
         slots = np.array([chunk.sequence.slot for chunk in chunks])
         last = np.array([chunk.start for chunk in chunks])
         blocks = self._slot_tables.rows[slots, last // self.block_size].astype(np.int64)
-        numbers[:, :count] = slots, last, blocks * self.block_size + last % self.block_size, last + 1
+        numbers[:4, :count] = slots, last, blocks * self.block_size + last % self.block_size, last + 1
+        numbers[4, :count] = [known.get(chunk.sequence.adapter or "", -1) for chunk in chunks] if kind[1] else -1
         padding = self.padding_block * self.block_size
-        numbers[:, count:size] = np.array([len(self.last_tokens) - 1, 0, padding, 1])[:, None]
+        numbers[:, count:size] = np.array([len(self.last_tokens) - 1, 0, padding, 1, -1])[:, None]
         self._longest = int(last.max()) + 1
         tables = self._tables.host()
         tables[:count] = self._slot_tables.rows[slots]
         tables[count:size] = self.padding_block
         self._numbers.send()
         self._tables.send(size)
-        self._states[size] = self._get(self._decoding, size, self._decode)()
-        return self._states[size][:count]
+        self._states[kind] = (self._decoding.get(kind) or Captured(partial(self._decode, kind)))()
+        return self._states[kind][:count]
 
     def choose_greedy(self, chunks: list[Chunk]) -> Tensor:
         """The most likely tokens [chunks] after the step of `chunks` that `decode` has just run; also written to
         `last_tokens` at their sequences' slots, where the next step reads them."""
-        return self._get(self._choosing, self._size(chunks), self._choose)()[: len(chunks)]
+        kind = self._kind(chunks)
+        return (self._choosing.get(kind) or Captured(partial(self._choose, kind)))()[: len(chunks)]
 
-    def _size(self, chunks: list[Chunk]) -> int:
-        return next(size for size in self.sizes if size >= len(chunks))
+    def _kind(self, chunks: list[Chunk]) -> Kind:
+        size = next(size for size in self.sizes if size >= len(chunks))
+        return size, self._kinds[-1][1] and any(chunk.sequence.adapter is not None for chunk in chunks)
 
     def read_prompt(self, chunk: Chunk) -> Tensor:
         """Logits [1, V] after a short prompt."""
@@ -124,10 +132,11 @@ class Graphs:
         host[1, count:size] = self.padding_block * self.block_size
         host[2, 0] = count - 1
         self._prompt.send()
-        return self.runner.project(self._get(self._prompts, size, self._read_prompt)())
+        return self.runner.project((self._prompts.get(size) or Captured(partial(self._read_prompt, size)))())
 
-    def _decode(self, size: int) -> Tensor:
-        slots, positions, places, lengths = self._numbers.device_side[:, :size]
+    def _decode(self, kind: Kind) -> Tensor:
+        size, adapted = kind
+        slots, positions, places, lengths, adapters = self._numbers.device_side[:, :size]
         step = Step(
             tokens=self.last_tokens.index_select(0, slots)[None],
             positions=positions[None],
@@ -138,17 +147,18 @@ class Graphs:
             longest=self._longest,
             rows=slots,  # as many as there are tokens: all of them
             block_size=self.block_size,
+            adapter_of=adapters if adapted else None,
         )
         return self.runner.states(step)
 
-    def _try_decoding(self, size: int) -> Tensor:
+    def _try_decoding(self, kind: Kind) -> Tensor:
         self.last_tokens.zero_()  # where kernels were not launched, it may hold no valid tokens
-        self._states[size] = self._decode(size)
-        return self._choose(size)
+        self._states[kind] = self._decode(kind)
+        return self._choose(kind)
 
-    def _choose(self, size: int) -> Tensor:
-        logits = self.runner.project(self._states[size])
-        return choose_greedily(logits, self.last_tokens, self._numbers.device_side[0, :size], self._counters)
+    def _choose(self, kind: Kind) -> Tensor:
+        logits = self.runner.project(self._states[kind])
+        return choose_greedily(logits, self.last_tokens, self._numbers.device_side[0, : kind[0]], self._counters)
 
     def _read_prompt(self, size: int) -> Tensor:
         tokens, places, rows = self._prompt.device_side
@@ -164,6 +174,3 @@ class Graphs:
             block_size=self.block_size,
         )
         return self.runner.states(step)
-
-    def _get(self, kept: dict[int, Captured], size: int, run: Callable[[int], Tensor]) -> Captured:
-        return kept.get(size) or Captured(partial(run, size))

@@ -40,9 +40,9 @@ class Steps:
     @torch.inference_mode()
     def logits(self, chunks: list[Chunk]) -> Tensor:
         """Logits [R, V] where a token is chosen or a guess is checked; `chunks` must be `ordered`."""
-        if self._is_plain(chunks):
-            if self.decodes(chunks):
-                return self.runner.project(self._decode(chunks))
+        if self.decodes(chunks):
+            return self.runner.project(self._decode(chunks))
+        if all(chunk.sequence.adapter is None for chunk in chunks):
             if self.checks is not None and self.checks.takes(chunks):
                 return self.checks.logits(chunks)
             if self.graphs is not None and len(chunks) == 1 and self.graphs.takes_prompt(chunks[0]):
@@ -60,7 +60,7 @@ class Steps:
         chunks = ordered(chunks)
         if not chunks:
             return
-        if self.graphs is not None and self._is_plain(chunks) and all(chunk.count == 1 for chunk in chunks):
+        if self.graphs is not None and self._is_known_to_graphs(chunks) and all(chunk.count == 1 for chunk in chunks):
             self._decode(chunks)
         else:
             self.runner.states(make_step(chunks, self.block_size, self.device))
@@ -70,7 +70,7 @@ class Steps:
         return (
             self.graphs is not None
             and all(chunk.count == 1 and chunk.chooses and not chunk.proposal for chunk in chunks)
-            and self._is_plain(chunks)
+            and self._is_known_to_graphs(chunks)
         )
 
     @torch.inference_mode()
@@ -92,9 +92,10 @@ class Steps:
             self.remember(known, to_device([chunk.sequence.tokens[chunk.start] for chunk in known], self.device))
         return self.graphs.decode(chunks)
 
-    def _is_plain(self, chunks: list[Chunk]) -> bool:
-        """Whether no adapter changes a step: captured steps have none."""
-        return self.runner.adapters is None or all(chunk.sequence.adapter is None for chunk in chunks)
+    def _is_known_to_graphs(self, chunks: list[Chunk]) -> bool:
+        """Whether captured decoding has the adapters of `chunks`, if any change them here."""
+        known = self.runner.adapter_numbers
+        return self.runner.adapters is None or all(chunk.sequence.adapter in (None, *known) for chunk in chunks)
 
 
 def capture(steps: Iterable[Steps], device: torch.device, compiler: Compiler | None) -> None:

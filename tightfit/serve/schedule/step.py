@@ -58,6 +58,8 @@ class Step:
     block_size: int
     adapters: dict[str, Tensor] = field(default_factory=dict)
     """Rows of tokens by the LoRA adapter they use."""
+    adapter_of: Tensor | None = None
+    """The number of each token's adapter, −1 for none, in captured steps, [N]."""
     row_by_row: bool = False
     """Whether every token attends by itself (forward/row_tiles.py): all tokens but padding are singles, and a sequence
     may have several."""
