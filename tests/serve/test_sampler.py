@@ -80,12 +80,15 @@ def test_penalties_and_bias_change_the_logits_as_written() -> None:
     sequence = Sequence([0, 1], sampling)
     for token in (2, 2, 3):
         sequence.append(token)
-    logits = torch.tensor([4.0, -4.0, 4.0, -4.0, 0.0, 1.0])
-    adjust(logits, sequence, None)
-    assert logits.tolist() == [2.0, -8.0, 2.0 - 0.5 - 0.5, -8.0 - 0.5 - 0.25, 3.0, 1.0]
+    logits = torch.tensor([4.0, -4.0, 4.0, -4.0, 0.0, 1.0]).repeat(4, 1)
     allowed = torch.tensor([False, True, False, False, False, False])
-    adjust(logits, Sequence([0], Sampling(seed=0)), allowed)
-    assert logits.isfinite().tolist() == allowed.tolist()
+    formed = Sequence([0], Sampling(seed=0))
+    other = Sequence([3], Sampling(seed=0, repetition_penalty=4.0, logit_bias={4: 1.5}))
+    adjust(logits, [(0, sequence, None), (2, formed, allowed), (3, other, None)])
+    assert logits[0].tolist() == [2.0, -8.0, 2.0 - 0.5 - 0.5, -8.0 - 0.5 - 0.25, 3.0, 1.0]
+    assert logits[1].tolist() == [4.0, -4.0, 4.0, -4.0, 0.0, 1.0]
+    assert logits[2].isfinite().tolist() == allowed.tolist()
+    assert logits[3].tolist() == [4.0, -4.0, 4.0, -16.0, 1.5, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,14 @@ def choose_alone(logits: Tensor, asked: Items[SequenceRows]) -> list[Chosen]:
 def choose(logits: Tensor, asked: Items[SequenceRows]) -> list[Chosen]:
     """The next tokens of each sequence, given the logits [rows of all, V], which are changed in place."""
     raw = [_raw_row(logits, each, start) for each, start in zip(asked, _starts(asked), strict=True)]
-    for each, start in zip(asked, _starts(asked), strict=True):
-        if each.sequence.sampling.needs_host:
-            adjust(logits[start], each.sequence, each.matcher.allowed() if each.matcher else None)
+    adjust(
+        logits,
+        [
+            (start, each.sequence, each.matcher.allowed() if each.matcher else None)
+            for each, start in zip(asked, _starts(asked), strict=True)
+            if each.sequence.sampling.needs_host
+        ],
+    )
     tokens = _tokens(logits, asked)
     return [Chosen(own, _logprobs(own, row, each)) for own, row, each in zip(tokens, raw, asked, strict=True)]
 
