@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -96,7 +95,6 @@ class Bench:
         self.random = random.Random(1234)
         self.model = self._make_model()
         self.engine: Engine | None = None
-        self.sampling: dict[str, Any] = {}  # beside greedy
 
     def _make_model(self) -> Decoder:
         torch.manual_seed(0)
@@ -128,7 +126,7 @@ class Bench:
             Request(
                 id=str(i),
                 prompt=[self.random.randrange(10, top) for _ in range(prompt)],
-                sampling=Sampling(max_tokens=answer, temperature=0, **self.sampling),
+                sampling=Sampling(max_tokens=answer, temperature=0),
             )
             for i, (prompt, answer) in enumerate(shapes)
         ]
@@ -216,18 +214,6 @@ def mixed(bench: Bench) -> None:
     bench.record("mixed", tokens / seconds, "tok/s", seconds, note)
 
 
-def penalised(bench: Bench) -> None:
-    """Requests that need the host, which counts the tokens of each answer between two steps."""
-    bench.sampling = {"frequency_penalty": 0.1}
-    prompt, answer = bench.load.stream
-    seconds = bench.seconds([(prompt, answer)])
-    bench.record("penalised_stream", answer / seconds, "tok/s", seconds, f"{prompt}+{answer}")
-    count, prompt, answer = bench.load.batch
-    seconds = bench.seconds([(prompt, answer)] * count)
-    bench.record("penalised_batch", count * answer / seconds, "tok/s", seconds, f"{count}x({prompt}+{answer})")
-    bench.sampling = {}
-
-
 def prefill(bench: Bench) -> None:
     """Long prompts, one token each."""
     count, prompt = bench.load.prefill
@@ -250,7 +236,7 @@ def profile(bench: Bench) -> None:
         print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=16, max_name_column_width=50))
 
 
-CASES: list[Callable[[Bench], None]] = [start, warm_up, one_stream, batch, prefill, mixed, penalised]
+CASES: list[Callable[[Bench], None]] = [start, warm_up, one_stream, batch, prefill, mixed]
 
 
 def main() -> None:

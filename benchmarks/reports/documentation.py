@@ -53,6 +53,9 @@ from benchmarks.reports.serving import (
     gpu_prediction_rows,
     memory_measured,
     memory_rows,
+    on_gpu_at,
+    request_rows,
+    speculation_rows,
     speed_commits,
     speed_rows,
 )
@@ -382,6 +385,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve-memory": lambda: f"{markdown_table(*memory_rows(RESULTS))}\n\n{memory_measured(RESULTS)}",
     "serve-predicted-gpu": lambda: markdown_table(*gpu_prediction_rows(RESULTS)),
     "serve-predicted": lambda: markdown_table(*cpu_prediction_rows(RESULTS)),
+    "serve-requests": lambda: "\n\n".join(
+        [markdown_table(*request_rows(RESULTS)), on_gpu_at(RESULTS, "serve_requests.csv")]
+    ),
+    "serve-speculation": lambda: "\n\n".join(
+        [markdown_table(*speculation_rows(RESULTS)), on_gpu_at(RESULTS, "serve_speculation.csv")]
+    ),
     "serve-speed": lambda: "\n\n".join(
         [markdown_table(*speed_rows(RESULTS)), f"{behind_text(RESULTS)} {speed_commits(RESULTS)}"]
     ),

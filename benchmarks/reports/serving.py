@@ -39,6 +39,13 @@ COLUMNS = {
     ("8b", "w8a8"): "the same, weights and inputs in fp8",
 }
 """Models and weights that are laid beside the peer."""
+REQUESTS = {
+    "plain": "greedy",
+    "sampled": "temperature 0.8, top-p 0.95",
+    "penalty": "a frequency penalty",
+    "adapter": "an adapter, the same one",
+    "adapters": "eight adapters by turns, and none",
+}
 UNITS_OF_TIME = ("ms", "s")
 PRESETS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
 PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "w8a8"), ("8b", "int4"))
@@ -145,6 +152,58 @@ def _cell(row: Row | None) -> str:
     value = float(row["value"])
     is_whole = row["unit"] == "tok/s" or value >= FEW or (value.is_integer() and row["unit"] == "s")
     return f"{value:,.0f}" if is_whole else f"{value:.1f}"
+
+
+def speculation_rows(results: Path) -> Table:
+    """Speculation on a GPU: the newest row of every draft, number of streams and share of proposals left alone."""
+    rows = [row for row in read_rows(results / "serve_speculation.csv") if row["forced_keep"]]
+    newest = {(row["way"], row["streams"], row["forced_keep"]): row for row in rows}
+    plain = {row["streams"]: row for (way, *_), row in newest.items() if way == "plain"}
+    header = ["draft", "streams", "proposals accepted", "tokens a step", "tokens/s", "without", "times as fast"]
+    return header, [
+        [
+            _draft(row["way"]),
+            row["streams"],
+            f"{float(row['kept_share']):.0%}",
+            f"{float(row['tokens_per_step']) / int(row['streams']):.2f}",
+            _speed(row),
+            _speed(plain[row["streams"]]),
+            row["ratio"],
+        ]
+        for row in newest.values()
+        if row["kept_share"]
+    ]
+
+
+def _draft(way: str) -> str:
+    kind, skipped = way.replace("-", " ").split()
+    return (
+        f"the model without {skipped} of its layers" if kind == "skip" else f"a model without {skipped} of the layers"
+    )
+
+
+def request_rows(results: Path) -> Table:
+    """What requests ask for, and tokens/s by model and streams: the newest rows."""
+    newest = {(row["model"], row["streams"], row["requests"]): row for row in read_rows(results / "serve_requests.csv")}
+    columns = list(dict.fromkeys(key[:2] for key in newest))
+    header = ["requests", *(f"{model}, {_streams(streams)}" for model, streams in columns)]
+    return header, [
+        [title, *(_speed(newest.get((*column, kind))) for column in columns)] for kind, title in REQUESTS.items()
+    ]
+
+
+def on_gpu_at(results: Path, name: str) -> str:
+    """Where the newest rows of a table were measured."""
+    rows = [row for row in read_rows(results / name) if row["device"].startswith("NVIDIA")]
+    return f"On {rows[-1]['device']} at `{rows[-1]['commit']}`." if rows else "Not measured yet."
+
+
+def _streams(count: str) -> str:
+    return "one stream" if count == "1" else f"{count} streams"
+
+
+def _speed(row: Row | None) -> str:
+    return "–" if row is None else f"{float(row['tokens_per_second']):,.0f}"
 
 
 def memory_rows(results: Path) -> Table:

@@ -1,11 +1,12 @@
-"""Requests with LoRA adapters: tokens/s of one stream and of 64, by how many of them have an adapter.
+"""What requests ask for, and what it costs: tokens/s of one stream and of 64, beside plain greedy requests.
 
-Random weights of Llama shapes; eight adapters of one rank on every projection of the layers; greedy answers. "none": no
-request has an adapter (as if there were none loaded), "one": all the same one, "mixed": eight by turns, and every ninth
-request none. Rows go to benchmarks/results/serve_adapters.csv.
+Random weights of Llama shapes, in engines that have eight LoRA adapters of one rank on every projection of the layers.
+Requests are greedy but for "sampled" (temperature 0.8, top-p 0.95): "plain"; "penalty", whose tokens the host counts
+between two steps; "adapter", all the same one; "adapters", eight by turns, and every ninth request none. Rows go to
+benchmarks/results/serve_requests.csv.
 
-    python -m benchmarks.serve_adapters                      1B and 8B on a GPU
-    python -m benchmarks.serve_adapters --tiny --device cpu  the same code on tiny shapes
+    python -m benchmarks.serve_requests                      1B and 8B on a GPU
+    python -m benchmarks.serve_requests --tiny --device cpu  the same code on tiny shapes
 """
 
 import argparse
@@ -28,7 +29,16 @@ from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
 ADAPTERS = 8
-KINDS = ("none", "one", "mixed")
+SAMPLED = Sampling(temperature=0.8, top_p=0.95, seed=0)
+PENALTY = Sampling(temperature=0, frequency_penalty=0.1)
+GREEDY = Sampling(temperature=0)
+KINDS: dict[str, tuple[Sampling, list[str | None]]] = {
+    "plain": (GREEDY, [None]),
+    "sampled": (SAMPLED, [None]),
+    "penalty": (PENALTY, [None]),
+    "adapter": (GREEDY, ["0"]),
+    "adapters": (GREEDY, [*map(str, range(ADAPTERS)), None]),
+}
 CONFIG = EngineConfig(max_sequences=64, step_tokens=8192, max_length=1024, prefix_cache=False)
 TINY = replace(CONFIG, max_sequences=4, step_tokens=64, max_length=64, cache_bytes=2**22)
 
@@ -51,15 +61,15 @@ def random_adapter(model: Decoder, rank: int, seed: int) -> Adapter:
 
 def requests(kind: str, streams: int, prompt: int, answer: int) -> list[Request]:
     """`streams` of them at once."""
-    kinds: dict[str, list[str | None]] = {"none": [None], "one": ["0"], "mixed": [*map(str, range(ADAPTERS)), None]}
+    sampling, names = KINDS[kind]
     return [
         Request(
             id=str(index),
             prompt=[10 + (7 * index + place) % 200 for place in range(prompt)],
-            sampling=Sampling(max_tokens=answer, temperature=0),
+            sampling=replace(sampling, max_tokens=answer),
             adapter=name,
         )
-        for index, name in zip(range(streams), itertools.cycle(kinds[kind]), strict=False)
+        for index, name in zip(range(streams), itertools.cycle(names), strict=False)
     ]
 
 
@@ -77,7 +87,7 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
     prompt, answer = (8, 8) if arguments.tiny else (256, 256)
     for streams in (1, 4 if arguments.tiny else 64):
         plain = None
-        for kind in KINDS[: 2 if streams == 1 else 3]:
+        for kind in KINDS if streams > 1 else [kind for kind in KINDS if kind != "adapters"]:
             seconds = []
             for _ in range(arguments.repeats):
                 began = time.perf_counter()
@@ -100,7 +110,7 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
                 "dtype": str(model.embed.weight.dtype).removeprefix("torch."),
             }
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-            append_row("serve_adapters", row, folder=arguments.results, commit=arguments.commit)
+            append_row("serve_requests", row, folder=arguments.results, commit=arguments.commit)
 
 
 def main() -> None:
