@@ -47,6 +47,17 @@ def test_from_a_model_to_a_file_for_others(
     assert tightfit("export", tiny, tmp_path / "x.gguf", "--format", "gguf", "--dtype", "q4_0").code == 0
 
 
+def test_files_of_all_types_are_planned_as_they_are_stored(tiny: Path, tmp_path: Path, tightfit: Any) -> None:
+    gguf = pytest.importorskip("gguf")
+    file = tmp_path / "x.gguf"
+    assert tightfit("export", tiny, file, "--dtype", "q4_k_m").code == 0
+    planned = tightfit("plan", file, "--on", "T4", "--serve", "--json")
+    assert planned.code == 0, planned.err
+    assert planned.json["quantize"] == "q5_0"
+    weights = {line["bytes"] for line in planned.json["ledger"] if line["component"] == "weights"}
+    assert weights == {sum(tensor.n_bytes for tensor in gguf.GGUFReader(file).tensors)}
+
+
 @pytest.mark.parametrize(("device", "whose"), [("cpu", "(whole process)"), ("cuda", "(GPU)")])
 def test_whose_memory_was_measured_is_told(
     device: str, whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -56,6 +56,22 @@ def test_an_output_that_cannot_be_written_is_told_before_a_model_is_loaded(
     assert "file.txt is not a directory; choose a writable directory" in made.err
 
 
+def test_settings_that_cannot_be_are_told_before_a_model_is_loaded(
+    tiny: Path, tightfit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tightfit.serve.start.load_model", lambda *given, **more: pytest.fail("loaded"))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
+    made = tightfit("generate", tiny, "--in", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "-n", 0)
+    assert made.code == 2
+    assert made.err == "tightfit: max_tokens is 0; it must be at least 1\n"
+
+
+def test_tokens_of_a_beam_search_are_not_called_those_of_answers(tiny: Path, tightfit: Any, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
+    words = ("--in", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "-n", 3, "--beams", 2)
+    assert "1 prompts answered, 5 tokens of all beams, in " in tightfit("generate", tiny, *words).out
+
+
 def test_what_was_measured_is_told_though_it_cannot_be_drawn(
     tiny: Path, tightfit: Any, tmp_path: Path, token_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

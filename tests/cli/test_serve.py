@@ -63,6 +63,15 @@ def test_mistakes_are_one_sentence_and_exit_code_2(serve: Any, words: list[str],
     assert made.err.count("\n") == 1
 
 
+def test_what_is_not_there_is_no_shape_either(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could be served is told, and not the shapes that have no weights."""
+    made = Run(capfd, monkeypatch, "serve", "absent/model")
+    assert made.code == 2
+    assert made.err.startswith("tightfit: there is no model at 'absent/model'; to download it")
+
+
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(serve: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -237,6 +237,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "JOB", "-o", "device=cuda", "-o", "output=NEW"], ["cuda"]),
     (["train", "JOB", "-o", "data.sequence_length=100000", "-o", "output=NEW"], ["100000", "positions"]),
     (["sample", "absent-model", "-p", "x"], ["absent-model"]),
+    (["compress", "absent-model", "--out", "NEW"], ["there is no model at 'absent-model'"]),
+    (["export", "absent-model", "NEW", "--format", "gptq"], ["there is no model at 'absent-model'"]),
     (["sample", "llama-3.1-8b", "-p", "x"], ["llama-3.1-8b", "weights"]),
     (["sample", "RUN", "-p", "x", "-t", "-1"], ["temperature", "-1"]),
     (["sample", "RUN", "-p", "x", "--top-p", "7"], ["top_p", "7"]),

@@ -171,6 +171,27 @@ def test_tensors_that_do_not_belong_together_are_a_sentence(
         load_model(str(small))
 
 
+def test_models_that_are_rotated_at_run_time_are_refused(
+    tiny: Path, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """As QuIP's of llm-compressor are; rotations that are in the weights already change nothing."""
+    run(tiny, tmp_path / "small", recipe_of("rtn", group=32), text, token_cache)
+    path = tmp_path / "small/config.json"
+    config = json.loads(path.read_text())
+
+    def rotated(*places: str) -> None:
+        apply = [{"targets": ["Linear"], "location": place, "inverse": False} for place in places]
+        groups = {"v": {"type": "hadamard", "apply": apply}}
+        config["quantization_config"]["transform_config"] = {"config_groups": groups}
+        path.write_text(json.dumps(config))
+
+    rotated("weight_input", "weight_output")
+    load_model(str(tmp_path / "small"))
+    rotated("input", "weight_input")
+    with pytest.raises(UserError, match="transforms input at run time"):
+        load_model(str(tmp_path / "small"))
+
+
 def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no codes to write as gptq; quantize it first"):
         convert(str(tiny), tmp_path / "other", "gptq")

@@ -1,6 +1,7 @@
 """What a compressed model takes: read from headers, computed from the scheme, and counted when it is loaded."""
 
 import json
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,26 @@ def test_damaged_files_are_a_sentence(tiny: Path, tmp_path: Path) -> None:
         shard.write_bytes(content)
         with pytest.raises(UserError, match=r"header.*download it again"):
             held_weights(small, SPEC)
+    for offsets, shape in (([-8, 0], [4]), ([0, 2**50], [2**49]), ([0, 0], [2**40, 2**40]), ([0, 8], [-4, -1])):
+        header = json.dumps({"a": {"dtype": "F16", "shape": shape, "data_offsets": offsets}}).encode()
+        shard.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+        with pytest.raises(UserError, match=r"header.*download it again"):
+            held_weights(small, SPEC)
     shard.write_bytes(whole)
     assert_held_as_said(small)
     assert held_weights(tiny, SPEC) is None
+
+
+@pytest.mark.parametrize(("made", "said"), [("pipe", "is a pipe"), ("loop", "cannot read"), ("folder", "cannot read")])
+def test_what_is_no_file_is_a_sentence(made: str, said: str, tiny: Path, tmp_path: Path) -> None:
+    """A pipe is not waited for."""
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    weights = tmp_path / "model.safetensors"
+    if made == "pipe":
+        os.mkfifo(weights)
+    elif made == "loop":
+        weights.symlink_to(weights)
+    else:
+        weights.mkdir()
+    with pytest.raises(UserError, match=said):
+        held_weights(tmp_path, SPEC)

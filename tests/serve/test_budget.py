@@ -14,6 +14,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.held_bytes import held_bytes
+from tightfit.serve.weights.half import cpu_has_products
 
 CONFIG = EngineConfig(max_sequences=4, step_tokens=64, max_length=64, cache_bytes=2**24)
 ALLOWED = 0.02
@@ -60,3 +61,12 @@ def test_weights_and_cache_take_what_was_predicted(wide: Decoder, changes: dict[
     predicted = engine.budget.standing_bytes
     assert abs(engine.allocated_bytes / predicted - 1) <= ALLOWED, (engine.allocated_bytes, predicted)
     assert f"allocated {engine.allocated_bytes / 2**20:,.0f} MiB" in engine.describe()
+
+
+@pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")
+def test_a_16_bit_copy_is_found_beside_its_original(wide: Decoder) -> None:
+    published = Decoder(wide.spec).eval()
+    published.load_state_dict({name: tensor.bfloat16() for name, tensor in wide.state_dict().items()})
+    engine = Engine(published, None, CONFIG)
+    assert engine.budget.half_bytes > 0.05 * engine.budget.standing_bytes
+    assert abs(engine.allocated_bytes / engine.budget.standing_bytes - 1) <= ALLOWED

@@ -305,6 +305,17 @@ def test_a_form_is_read_once_and_without_torchs_compiler(
     assert read == [grammar]
 
 
+def test_an_answer_whose_form_is_too_complex_to_go_on_with_is_not_called_complete(
+    model: Decoder, tokenizer: Tokenizer
+) -> None:
+    grammar = Grammar("regex", "(a{1000}){1000}")
+    sampling = Sampling(max_tokens=20, temperature=0, grammar=grammar, stop_ids=tokenizer.stop_ids)
+    request = Request(id="a", prompt=[1], sampling=sampling)
+    [answer] = Engine(model, tokenizer, CONFIG).generate([request])["a"]
+    assert len(answer.text) < 1000
+    assert answer.finish == "length"
+
+
 def test_a_form_too_large_to_read_is_refused(model: Decoder, tokenizer: Tokenizer) -> None:
     """Four times the time for twice the text: 300 kB of a schema took half a minute."""
     grammar = Grammar("regex", "a" * (LARGEST_TEXT + 1))

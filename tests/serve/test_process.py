@@ -332,11 +332,14 @@ def test_bench_serve_beside_llama_cpp(
     assert LlamaCpp(path).tokens(prompt, 6) == ours
 
 
-def test_a_load_that_the_engine_cannot_hold_is_a_sentence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_the_engine_cannot_hold_is_told_before_anything_is_measured(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tightfit.cli.bench import serve as bench_serve
+    from tightfit.serve import load
 
-    measure_little(monkeypatch)
-
-    for prompt, answer in ((10**12, 2), (8, 10**12)):
-        with pytest.raises(UserError, match=r"are longer than the \d+ that the engine holds; ask for less"):
+    monkeypatch.setattr(load, "measured_rates", lambda engine: pytest.fail("measured"))
+    for prompt, answer in ((10**12, 2), (8, 10**12), (511, 32)):
+        said = rf"prompts of {prompt:,} tokens and answers of {answer:,} are longer than the \d+ that the engine holds"
+        with pytest.raises(UserError, match=said):
             bench_serve(str(directory), at_once=[1], prompt_tokens=prompt, answer_tokens=answer, rounds=1, device="cpu")

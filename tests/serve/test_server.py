@@ -285,6 +285,17 @@ def test_malformed_requests_are_refused_with_a_sentence(server: Running) -> None
     server.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{'prompt': 'a'}", "the body is not JSON: Expecting property name enclosed in double quotes, at character 1"),
+        (b'{"prompt": [null]}', "prompt: item 0 is not a whole number"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said_in_words(server: Running, body: bytes, said: str) -> None:
+    assert post(server, "/v1/completions", body)[1]["error"]["message"] == said
+
+
 def test_a_client_that_hangs_up_frees_everything(server: Running) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": True, "n": 3}).encode()
     for stream in (True, False):

@@ -43,16 +43,17 @@ def serve(
     """
     from tightfit.report.load import print_load
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.load import bench_load, measured_rates
+    from tightfit.serve.load import bench_load, measured_rates, refuse_long
     from tightfit.serve.start import start_engine
 
     counts = at_once or [1, 4, 16]
     most = max(counts)
     config = EngineConfig(max_sequences=most, step_tokens=max(EngineConfig.step_tokens, most), prefix_cache=False)
     _, engine = start_engine(model, config, device=device)
+    refuse_long(engine, prompt_tokens, answer_tokens)
     others = _peers(model, engine) if peers else {}
     rates = measured_rates(engine)
-    bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=2, requests=1, rates=rates)
+    bench_load(engine, 1, prompt_tokens=prompt_tokens, answer_tokens=min(2, answer_tokens), requests=1, rates=rates)
     load = {"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens}
     rows = [bench_load(engine, each, requests=rounds * each, rates=rates, seed=each, **load) for each in counts]
     beside = {name: [peer.measured(each, **load) for each in counts] for name, peer in others.items()}

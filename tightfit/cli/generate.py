@@ -84,6 +84,7 @@ def generate(options: GenerateOptions) -> None:
         refuse_given(options, OF_DRAWING, "but beams draw nothing; leave it or --beams out")
     if options.batch_invariant and options.draft is not None:
         raise UserError("--batch-invariant does not go with --draft; leave one of them out")
+    options.sampling(frozenset())  # refused before a model is loaded
     config = EngineConfig(
         max_sequences=options.max_sequences,
         step_tokens=max(EngineConfig.step_tokens, options.max_sequences),
@@ -97,7 +98,8 @@ def generate(options: GenerateOptions) -> None:
         answered = answer_prompts(engine, prompts, options.target, sampling, show, options.beams)
     if not answered:
         return typer.echo(f"{options.target} has all the answers already; name another --out to make them anew")
-    typer.echo(f"{answered} prompts answered, {engine.counts.answer_tokens} tokens, in {options.target}")
+    computed = "tokens" if options.beams == 1 else "tokens of all beams"
+    typer.echo(f"{answered} prompts answered, {engine.counts.answer_tokens} {computed}, in {options.target}")
     if (hint := engine.guessing_hint) is not None:
         typer.echo(hint)
 

@@ -294,10 +294,15 @@ def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
 
 
 def _serve(options: PlanOptions, machine: "Machine") -> None:
-    from tightfit.plan.serving import make_serving
+    from tightfit.plan.serving import FORMATS, make_serving
     from tightfit.report.plan import print_serving
 
     spec, stored = _known_model(options.model)
+    compressed = _compressed_weights(options.model, spec) if options.quantize is None else None
+    if options.quantize is None and stored not in FORMATS:
+        from tightfit.models.loading import stored_weights
+
+        stored, compressed = "bf16", stored_weights(options.model)
     serving = make_serving(
         options.model,
         spec,
@@ -306,7 +311,7 @@ def _serve(options: PlanOptions, machine: "Machine") -> None:
         length=options.context,
         requests=1 if options.batch is None else options.batch,
         cache=options.cache_format or "model",
-        compressed=_compressed_weights(options.model, spec) if options.quantize is None else None,
+        compressed=compressed,
     )
     print_serving(serving, as_json=options.as_json)
     if not serving.fits:

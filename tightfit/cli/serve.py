@@ -171,7 +171,8 @@ def _check_sizes(options: ServeOptions) -> None:
 
 def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     from tightfit.errors import UserError
-    from tightfit.models.loading import source_spec
+    from tightfit.models.loading import source_spec, weights_path
+    from tightfit.models.presets import PRESETS
     from tightfit.serve.ranks.share import Spread
     from tightfit.serve.start import check_ranks, default_model, gpu_count
 
@@ -185,6 +186,8 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
 
     check_address(options.host, options.port)
     source, spread = options.model or default_model(), Spread(options.tensor or 1, options.pipeline or 1)
+    if source not in PRESETS:
+        weights_path(source)  # which says so where there is no such model
     positions = source_spec(source).max_positions
     if (options.max_length or 0) > positions:
         raise UserError(f"--max-length is {options.max_length}, but {source} has {positions} positions; lower it")

@@ -12,7 +12,7 @@ from tightfit.durable import durable_directory, require_new
 from tightfit.errors import UserError
 from tightfit.models.checksums import write_checksums
 from tightfit.models.huggingface.weights import INDEX_FILE
-from tightfit.models.loading import find_source_tokenizer, source_spec, verify_weights
+from tightfit.models.loading import find_source_tokenizer, source_spec, verify_weights, weights_path
 from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
@@ -26,7 +26,7 @@ SHARD_BYTES = 2 * 10**9
 def convert(source: str, target: Path, form_name: str) -> Export:
     """Write the compressed model at `source` to the new directory `target` in another layout."""
     require_new(target)
-    path = Path(source)
+    path = weights_path(source)
     if not path.is_dir() or not is_quantized(path):
         raise UserError(f"{source} has no codes to write as {form_name}; quantize it first with tightfit compress")
     verify_weights(path)

@@ -8,7 +8,7 @@ from tightfit.compress.own_text import LONGEST_ROW as OWN_LONGEST_ROW
 from tightfit.compress.own_text import MOST_ROWS, own_text, writing_dtype
 from tightfit.durable import require_new
 from tightfit.errors import UserError
-from tightfit.models.loading import has_weights
+from tightfit.models.loading import has_weights, weights_path
 from tightfit.models.spec import ModelSpec
 
 LONGEST_ROW = 2048
@@ -34,6 +34,7 @@ class ShrinkingJob:
     def require(self) -> None:
         """Refuse what can be refused before the model is read."""
         require_new(self.out)
+        weights_path(self.model)  # which says so where there is no such model
         if not has_weights(self.model):
             raise UserError(f"{self.model} has no weights to compress; give a directory, a run or a GGUF file that has")
 

@@ -32,6 +32,7 @@ from tightfit.models.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.low_rank import fill_multiplied, is_low_rank, load_low_rank
 from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
+from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.holding import hold_in_codes, move_plain
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.resolve import newest_checkpoint, refuse_adapter, resolve_spec
@@ -268,6 +269,12 @@ def source_format(source: str) -> str:
         elements[tensor.kind.name.lower()] += tensor.elements
     found = elements.most_common(1)[0][0]
     return {"f32": "fp32", "f16": "fp16"}.get(found, found)
+
+
+def stored_weights(source: str) -> HeldWeights:
+    """The weights of a GGUF file as they are stored, in whatever types it mixes."""
+    stored = sum(tensor.stored_bytes for tensor in GgufFile(_source_path(source)).tensors.values())
+    return HeldWeights(stored, plain_bytes=0, expanded_bytes=0, description=source_format(source))
 
 
 def load_source_tokenizer(source: str) -> Tokenizer:

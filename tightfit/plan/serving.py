@@ -211,7 +211,8 @@ class Serving:
         """Bytes of weights that a step reads: all but an untied embedding."""
         spec = self.spec
         embedding = 0 if spec.tied else spec.vocabulary_params
-        embedding_bytes = embedding * (self.weight_bytes / spec.params() if self.compressed is None else 2)
+        is_plain = self.compressed is not None and self.compressed.plain_bytes > 0
+        embedding_bytes = embedding * (2 if is_plain else self.weight_bytes / spec.params())
         return (self.weight_bytes - embedding_bytes) * self._active_share
 
     @property

@@ -1,7 +1,8 @@
-"""Bytes that an engine on a CPU holds: measured over all tensors that can be reached from it, not predicted.
+"""Bytes that an engine on a CPU holds: measured over all that can be reached from it, not predicted.
 
 A GPU's allocator counts for itself. The host's does not tell tensors from other memory, so tensors are searched for in
 modules, in our own objects and in collections of those; a storage counts once, however many tensors are views of it.
+Matrices that FBGEMM has packed are no tensors, but know their bytes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,12 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tightfit.serve.weights.half import HalfWeight
+
 OURS = ("tightfit.", "torch.nn.")
 
 
 def held_bytes(*roots: Any) -> int:
-    """Bytes of all tensors that can be reached from `roots`."""
+    """Bytes of all tensors and packed matrices that can be reached from `roots`."""
     storages: dict[int, int] = {}
+    packed_bytes = 0
     seen: set[int] = set()
     left = list(roots)
     while left:
@@ -25,8 +29,10 @@ def held_bytes(*roots: Any) -> int:
         if isinstance(part, Tensor):
             storage = part.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(part, HalfWeight):
+            packed_bytes += part.packed_bytes
         left += _parts(part)
-    return sum(storages.values())
+    return sum(storages.values()) + packed_bytes
 
 
 def _parts(part: Any) -> Iterable[Any]:

@@ -143,6 +143,15 @@ class Watched:
     came: list[float]
 
 
+def refuse_long(engine: Engine, prompt_tokens: int, answer_tokens: int) -> None:
+    """Refuse requests longer than the engine's longest."""
+    if prompt_tokens + answer_tokens > engine.max_length:
+        raise UserError(
+            f"prompts of {prompt_tokens:,} tokens and answers of {answer_tokens:,} are longer than the "
+            f"{engine.max_length:,} that the engine holds; ask for less"
+        )
+
+
 def bench_load(
     engine: Engine,
     at_once: int,
@@ -154,11 +163,7 @@ def bench_load(
     seed: int = 0,
 ) -> LoadRow:
     """Run `requests` random prompts, `at_once` at a time."""
-    if prompt_tokens + answer_tokens > engine.max_length:
-        raise UserError(
-            f"prompts of {prompt_tokens:,} tokens and answers of {answer_tokens:,} are longer than the "
-            f"{engine.max_length:,} that the engine holds; ask for less"
-        )
+    refuse_long(engine, prompt_tokens, answer_tokens)
     chance, top = random.Random(seed), engine.model.spec.vocab_size
     watched: dict[str, Watched] = {}
     started = 0

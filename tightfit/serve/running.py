@@ -29,7 +29,7 @@ class Running:
             sequence.append(token)
             taken.append(token)
             finish = self._ends(token)
-            if self.text is not None and not (finish == "stop" and token in sequence.sampling.stop_ids):
+            if self.text is not None and token not in sequence.sampling.stop_ids:
                 text += self.text.push(token)
                 if self.text.stopped:
                     finish = "stop"
@@ -39,11 +39,13 @@ class Running:
 
     def _ends(self, token: int) -> Finish | None:
         """Why the answer is over after `token`, its last; None where it goes on."""
-        sequence = self.sequence
-        if token in sequence.sampling.stop_ids:
-            return "stop"
+        sequence, is_last = self.sequence, token in self.sequence.sampling.stop_ids
         if self.matcher is not None:
-            self.matcher.advance(token)
-            if self.matcher.is_over:
-                return "stop"
+            if not is_last:
+                self.matcher.advance(token)
+            if self.matcher.has_failed:
+                return "length"  # incomplete, as an answer that was cut off
+            is_last = is_last or self.matcher.is_over
+        if is_last:
+            return "stop"
         return "length" if len(sequence.tokens) - len(sequence.prompt) >= sequence.sampling.max_tokens else None

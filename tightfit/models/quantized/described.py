@@ -14,6 +14,8 @@ Config = Mapping[str, Any]
 GPTQ_BITS = (2, 3, 4, 8)
 MOST_PATTERNS = 32
 """The most regular expressions among a file's targets: every module is matched against each."""
+FOLDED = {"weight_input", "weight_output"}
+"""Places of a transform that is in the stored weights already."""
 NF4_SCHEME = Scheme(kind="nf4", bits=4, group=FIXED_GROUPS["nf4"])
 INT8_SCHEME = Scheme(bits=8, group=0, activations="llm.int8")
 
@@ -68,6 +70,8 @@ def _own(config: Config, module: str) -> Scheme:
 
 
 def _compressed_tensors(config: Config, module: str) -> Scheme:
+    if places := sorted(_transformed_places(config.get("transform_config")) - FOLDED):
+        raise UserError(f"quantization_config transforms {' and '.join(places)} at run time; such models are not read")
     groups = wanted(config, "config_groups", dict, "compressed-tensors")
     targets = [(group, target) for group in groups.values() if isinstance(group, dict) for target in _targets(group)]
     if sum(target.startswith("re:") for _, target in targets) > MOST_PATTERNS:
@@ -76,6 +80,15 @@ def _compressed_tensors(config: Config, module: str) -> Scheme:
         if _meant(target, module):
             return _config_group(group)
     raise UserError(f"no config group of quantization_config names {module}, though it is quantized")
+
+
+def _transformed_places(transforms: Any) -> set[str]:
+    """Where a `transform_config` rotates: weights, or what flows through the model."""
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    applied = [scheme.get("apply") for scheme in schemes if isinstance(scheme, dict)]
+    found = [each for some in applied if isinstance(some, list) for each in some]
+    return {str(each.get("location")) for each in found if isinstance(each, dict)}
 
 
 def _targets(group: Config) -> list[str]:

@@ -20,6 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
 from tightfit.models.quantized.described import described_scheme
 from tightfit.models.quantized.scheme import Scheme
@@ -126,29 +127,35 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the directory's safetensors files, by name."""
     found: dict[str, StoredTensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > min(LARGEST_HEADER_BYTES, path.stat().st_size):
-                raise UserError(f"{path} has a header of {size:,} bytes, which no weights have; download it again")
-            header = file.read(size)
-        found |= _tensors_of(path, header)
+        try:
+            found |= _tensors_of(path, require_regular(path))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; download it again") from None
     return found
 
 
-def _tensors_of(path: Path, header: bytes) -> dict[str, StoredTensor]:
+def _tensors_of(path: Path, file_bytes: int) -> dict[str, StoredTensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > min(LARGEST_HEADER_BYTES, file_bytes):
+            raise UserError(f"{path} has a header of {size:,} bytes, which no weights have; download it again")
+        header = file.read(size)
     try:
         described = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        return {
-            name: StoredTensor(
-                str(entry["dtype"]),
-                tuple(int(size) for size in entry["shape"]),
-                path,
-                8 + len(header) + int(entry["data_offsets"][0]),
-            )
-            for name, entry in described.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        return {name: _tensor_of(path, entry, 8 + size, file_bytes) for name, entry in described.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         raise UserError(f"{path} does not begin with a header of safetensors; download it again") from None
+
+
+def _tensor_of(path: Path, entry: Any, start: int, file_bytes: int) -> StoredTensor:
+    """The tensor that an entry of a header describes, which must lie in the file and be as large as it says."""
+    begin, end = (start + int(offset) for offset in entry["data_offsets"])
+    tensor = StoredTensor(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), path, begin)
+    if not start <= begin <= end <= file_bytes or min(tensor.shape, default=0) < 0:
+        raise ValueError(f"a tensor from {begin} to {end} of {file_bytes} bytes")
+    if tensor.bytes not in (0, end - begin):
+        raise ValueError(f"{tensor.bytes} bytes from {begin} to {end}")
+    return tensor
 
 
 def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], spec: ModelSpec) -> HeldWeights:

@@ -96,8 +96,12 @@ def _add_errors(app: FastAPI) -> None:
 
     def malformed(_: Request, error: Any) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            told = f"the body is not JSON: {first['ctx']['error']}, at character {first['loc'][-1]}"
+            return JSONResponse(error_body(told), 400)
         place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error_body(f"{place or 'the body'}: {first['msg']}"), 400)
+        told = first["msg"].removeprefix("Value error, ")
+        return JSONResponse(error_body(f"{place or 'the body'}: {told}"), 400)
 
     def http(_: Request, error: Any) -> JSONResponse:
         return JSONResponse(error_body(str(error.detail)), error.status_code, headers=error.headers)

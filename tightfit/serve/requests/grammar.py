@@ -145,6 +145,12 @@ class Matcher:
         """Whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the form turned out too complex to go on with: only the end of text is allowed then, wherever the
+        answer is."""
+        return bool(self._matcher.is_error())
+
 
 def _import() -> Any:
     try:

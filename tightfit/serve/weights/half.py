@@ -41,6 +41,8 @@ class HalfWeight(Weight):
     """Packed matrices of `PIECE_ROWS` rows each, or fewer."""
     multiply: Callable[..., Tensor]
     bias: Tensor | None
+    packed_bytes: int
+    """Bytes of `pieces`, which are no tensors."""
 
     def product(self, x: Tensor) -> Tensor:
         parts = [self.multiply(x, piece) for piece in self.pieces]
@@ -53,7 +55,8 @@ def halved(plain: PlainWeight) -> Weight:
     if plain.matrix.numel() < FEWEST:
         return plain
     pieces = tuple(torch.ops.quantized.linear_prepack_fp16(piece, None) for piece in plain.matrix.split(PIECE_ROWS))
-    return HalfWeight(pieces, torch.ops.quantized.linear_dynamic_fp16.default._op, plain.bias)
+    product = torch.ops.quantized.linear_dynamic_fp16.default._op
+    return HalfWeight(pieces, product, plain.bias, packed_bytes=copy_bytes(plain.matrix))
 
 
 def copy_bytes(*parts: Tensor) -> int:
