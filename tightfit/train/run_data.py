@@ -58,8 +58,8 @@ def find_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
             return load_source_tokenizer(job.model.source)
         case "train":
             return _trained_tokenizer(job, say, show_bars)
-        case directory:
-            return load_tokenizer(directory)
+        case source:
+            return load_source_tokenizer(source)
 
 
 def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
