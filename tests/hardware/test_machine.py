@@ -60,6 +60,8 @@ def test_chips_that_share_their_memory_have_no_other(card: str) -> None:
         ("8xT4:token-ring", None, ["token-ring", "ethernet-100"]),
         ("4xRTX3090:nvlink", None, ["nvlink", "pairs"]),
         ("2xRTX4090:nvlink", None, ["nvlink", "none"]),
+        ("H100-80GB:sxm:pcie", None, ["sxm", "pcie", "one of them"]),
+        ("2x8xH100-80GB:hdr:sxm:ndr", None, ["hdr", "ndr", "one of them"]),
         ("T4", "lots", ["--host-memory", "lots", "512GB"]),
         ("T4", "512", ["--host-memory", "unit"]),
         ("T4", "0GB", ["--host-memory"]),
