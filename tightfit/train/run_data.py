@@ -92,7 +92,7 @@ def _first_texts(job: Job, sources: list[Source]) -> Iterator[str]:
     seen = 0
     for text in texts:
         yield text
-        seen += len(text.encode())
+        seen += len(text.encode("utf-8", "surrogatepass"))
         if seen >= job.tokenizer.train_bytes:
             return
 
