@@ -1,6 +1,7 @@
 """What names become: order, what is skipped, and what is refused."""
 
 import importlib.util
+import os
 import sysconfig
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def test_stamps_change_with_the_file(tmp_path: Path) -> None:
     assert before[0][:2] == (str((tmp_path / "a.txt").resolve()), 1)
     write(tmp_path / "a.txt", "xy")
     assert list(source.stamps()) != before
+
+
+def test_a_name_that_is_no_utf_8_is_data_too(tmp_path: Path) -> None:
+    """Linux has such names; what is remembered of them must be text that JSON can hold."""
+    for name in (b"\xfe.txt", b"\xff.txt"):
+        write(tmp_path / os.fsdecode(name))
+    stamps = [source.stamps() for source in find_sources([str(tmp_path)])]
+    (first, *_), (second, *_) = (next(stamp) for stamp in stamps)
+    assert first.encode() != second.encode()
 
 
 def test_stdlib_has_prose_and_sources_without_tests_or_packages() -> None:

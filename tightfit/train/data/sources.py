@@ -19,6 +19,7 @@ from typing import Literal
 
 from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
+from tightfit.printable import printable
 from tightfit.train.data.compressed import inner_name, is_compressed
 
 Kind = Literal["text", "topics", "jsonl", "json", "csv", "tsv", "parquet", "saved"]
@@ -61,7 +62,7 @@ class Source:
         for path in sorted(self.path.rglob("*")) if self.kind == "saved" else [self.path]:
             if path.is_file():
                 stat = path.stat()
-                yield str(path.resolve()), stat.st_size, stat.st_mtime_ns
+                yield printable(str(path.resolve())), stat.st_size, stat.st_mtime_ns
 
 
 def find_sources(names: Sequence[str], *, rows_only: bool = False) -> list[Source]:
