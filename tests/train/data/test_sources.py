@@ -9,7 +9,7 @@ import pytest
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.jobs.paths import with_absolute_paths
+from tightfit.jobs.paths import MARK, with_absolute_paths
 from tightfit.train.data.sources import Source, find_sources
 
 
@@ -94,6 +94,16 @@ def test_a_directory_is_not_searched_for_settings_and_tables(tmp_path: Path) -> 
     assert find_sources([str(tmp_path / "numbers.csv")])[0].kind == "csv"
     with pytest.raises(UserError, match="unsupported suffix"):
         find_sources([str(tmp_path / "old.parquet.gz")])
+
+
+def test_a_run_inside_its_own_data_is_not_data(tmp_path: Path) -> None:
+    """Else its metrics would be rows of what it trains on when it is resumed."""
+    notes = write(tmp_path / "notes.txt")
+    write(tmp_path / "runs" / "a" / "job.yaml", f"{MARK}output: runs/a\n")
+    write(tmp_path / "runs" / "a" / "metrics.jsonl")
+    rows = write(tmp_path / "runs" / "rows.jsonl")
+    os.mkfifo(tmp_path / "runs" / "job.yaml")
+    assert [source.path for source in find_sources([str(tmp_path)])] == [notes, rows]
 
 
 def test_chats_take_only_rows(tmp_path: Path) -> None:
