@@ -206,6 +206,8 @@ def test_batch_splits_tokens_over_ranks(tightfit: Any) -> None:
     assert "take 8 rows" in odd.err
     both = tightfit("batch", "--rows", 7, "--tokens", "1M", "--seq", 512, "--ranks", 8)
     assert "give one of the two" in both.err
+    assert "neither --rows nor --tokens" in tightfit("batch", "--seq", 512).err
+    assert "--tokens is 0" in tightfit("batch", "--tokens", "0", "--seq", 512).err
     assert "less than" in tightfit("batch", "--rows", 128, "--seq", 512, "--ranks", 128).out
 
 

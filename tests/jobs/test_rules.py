@@ -203,6 +203,14 @@ def test_runs_that_are_refused(name: str) -> None:
     assert refused_by_trainer(run) == first_refusal(RUN_RULES, run) is not None
 
 
+@pytest.mark.parametrize("micro_batches", [None, 1, 3, 4])
+def test_a_step_has_a_micro_batch_for_each_rank_under_2bw(micro_batches: int | None) -> None:
+    """One alone is refused too; only where their number is not known there is nothing to say."""
+    run = run_of(({"pipeline": 4, "schedule": "2bw"}, {}, {"accumulation": micro_batches}))
+    sentence = refused_by_trainer(run)
+    assert sentence is None if micro_batches in (None, 4) else f"a step has {micro_batches};" in str(sentence)
+
+
 class Unread:
     """What no rule may look at."""
 

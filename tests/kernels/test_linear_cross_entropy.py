@@ -21,7 +21,9 @@ from tightfit.kernels.linear_cross_entropy import (
     rows_at_a_time,
 )
 from tightfit.kernels.logit_chunks import read_chunks
+from tightfit.kernels.logit_rows import IGNORED
 from tightfit.kernels.scaled_copy import scaled_copy
+from tightfit.kernels.sharded_weight import Projection
 from tightfit.levers.policy.loss_chunks import ALIGNMENT, chunk_rows
 
 ROWS, HIDDEN, VOCAB = 11, 9, 37
@@ -192,6 +194,20 @@ def test_another_ignored_label() -> None:
     labels = labels_of().clamp(min=0)
     wanted = F.cross_entropy(hidden @ weight.T, labels, ignore_index=0, reduction="sum")
     assert linear_cross_entropy(hidden, weight, labels, ignore_index=0).item() == pytest.approx(wanted.item())
+
+
+@pytest.mark.parametrize("label", [-1, -2, -101])
+@pytest.mark.parametrize("group", ["", "of all ranks"])
+def test_a_negative_label_shows_unless_it_is_the_one_to_ignore(label: int, group: str) -> None:
+    """Data that marks what does not count in another way trained on it, as if each such token had a logit of 0."""
+    hidden, weight = torch.ones(2, 4), torch.ones(8, 4)
+    at = Projection(hidden, weight, None, 16, 8, group) if group else Projection(hidden, weight, None, 8)
+    labels = torch.tensor([label, -100, 9 if group else 1])
+    assert at.targets(labels, -100).tolist() == [8, IGNORED, 1]
+    if not group:
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            linear_cross_entropy(hidden, weight, torch.tensor([1, label]), impl="torch")
+        assert linear_cross_entropy(hidden, weight, torch.tensor([1, label]), impl="torch", ignore_index=label) > 0
 
 
 def test_a_label_beyond_the_vocabulary_shows() -> None:

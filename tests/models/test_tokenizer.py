@@ -133,6 +133,12 @@ def test_training_is_deterministic_and_sized(tokenizer: Tokenizer) -> None:
         train_tokenizer(CORPUS, 258)
 
 
+def test_a_trained_token_is_never_too_long_to_be_read_again(tmp_path: Path) -> None:
+    """Of a text that is one run of a character, each merge would double the longest token."""
+    train_tokenizer(["\0" * 20_000], 300).save(tmp_path)
+    assert load_tokenizer(tmp_path).decode(load_tokenizer(tmp_path).encode("\0" * 9)) == "\0" * 9
+
+
 def test_saved_files_give_the_same_ids_here_and_in_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)

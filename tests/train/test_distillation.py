@@ -223,6 +223,14 @@ def test_a_run_with_a_teacher_resumes_bit_for_bit(learning: Callable[..., Job]) 
     assert checkpoint_files(whole.checkpoint) != checkpoint_files(plain.checkpoint)
 
 
+def test_the_tokenizer_of_a_run_is_that_of_its_newest_checkpoint(
+    learning: Callable[..., Job], a_small_run: Path
+) -> None:
+    """As refusals advise, `tokenizer.source` may be what `distill.teacher` is."""
+    run = str(a_small_run)
+    assert run_job(learning(distill={"teacher": run}, tokenizer={"source": run}, steps=1), quiet=True).step == 1
+
+
 def test_a_run_is_resumed_with_the_teacher_it_began_with(learning: Callable[..., Job], tmp_path: Path) -> None:
     """Wherever it lies; other weights in its place, or no teacher at all, went on silently."""
     teacher = Path(str(learning().distill.teacher))

@@ -21,3 +21,12 @@ def test_the_first_texts_have_as_many_bytes_as_were_asked_for(letter: str, tmp_p
     texts = list(_first_texts(job, find_sources(job.data.train)))
     sizes = [len(text.encode()) for text in texts]
     assert sum(sizes[:-1]) < 250 <= sum(sizes)
+
+
+def test_half_a_surrogate_pair_is_a_character_too(tmp_path: Path) -> None:
+    """JSON can escape one alone, which no UTF-8 can be."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "half \\ud83d a pair"}\n' * 4, encoding="utf-8")
+    settings = {"source": "train", "vocab_size": 320, "train_bytes": 20}
+    job = tiny_job(tmp_path / "run", rows, tmp_path / "cache", tokenizer=settings)
+    assert list(_first_texts(job, find_sources(job.data.train))) == ["half \ud83d a pair"] * 2

@@ -88,6 +88,16 @@ def test_training_learns_and_leaves_a_whole_run(make: Make) -> None:
     assert list((job.output / "tensorboard").iterdir())
 
 
+def test_settings_of_training_alone_are_not_saved(make: Make) -> None:
+    """Neither the router's z-loss nor a capacity has a place in a config.json; a resumed run has them again."""
+    model = {"source": "tiny-mixtral", "shape": {"layers": 1, "hidden_size": 32}}
+    experts = {"z_loss": 0.01, "capacity_factor": 0.5}
+    job = make(**SMALL | {"model": model, "experts": experts, "steps": 2, "saving": {"every": 1}})
+    run_job(job, quiet=True, stop_after=1)
+    assert run_job(job, quiet=True, resume=True).step == 2
+    assert all(row["experts_dropped"] > 0 for row in read_metrics(job.output / "metrics.jsonl") if "loss" in row)
+
+
 @sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure-bf16"])
 def test_three_and_two_steps_equal_five(make: Make, precision: str) -> None:

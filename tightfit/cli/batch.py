@@ -24,7 +24,13 @@ def batch(
     from tightfit.plan.batch import rows_of_tokens, splits
     from tightfit.report.plan import print_batches
 
-    if (rows is None) == (tokens is None):
+    if rows is None and tokens is None:
+        raise UserError("neither --rows nor --tokens is given; say how large the batch is with one of the two")
+    if rows is not None and tokens is not None:
         raise UserError(f"the batch is given as {rows} rows and as {tokens} tokens; give one of the two")
-    found = rows if rows is not None else rows_of_tokens(parse_count(tokens or "", "--tokens"), seq, ranks)
-    print_batches(splits(found, seq, ranks), as_json=as_json)
+    if rows is None:
+        count = parse_count(tokens or "", "--tokens")
+        if count < 1:
+            raise UserError(f"--tokens is {tokens}; give at least 1")
+        rows = rows_of_tokens(count, seq, ranks)
+    print_batches(splits(rows, seq, ranks), as_json=as_json)

@@ -107,7 +107,7 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
     first, second, name, tail = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     _check_counts(text, nodes, per_node)
-    form, intra, inter = _options(text, tail.split(":")[1:], per_node)
+    form, intra, inter = _options(text, tail.split(":")[1:])
     accelerator = _own_card(name) if file else find_accelerator(name, form)
     return Machine(
         nodes=nodes,
@@ -152,22 +152,21 @@ def _check_counts(text: str, nodes: int, per_node: int) -> None:
         raise UserError(f"machine {text!r} has {nodes * per_node} GPUs; give at most {LARGEST:,}")
 
 
-def _options(text: str, words: list[str], per_node: int) -> tuple[str | None, bool, str | None]:
+def _options(text: str, words: list[str]) -> tuple[str | None, bool, str | None]:
     """The form, whether cards are bridged, and the network that the words after the colons ask for."""
-    form: str | None = None
-    network: str | None = None
-    bridged = False
-    for word in (each.lower() for each in words):
-        if word in FORMS:
-            form = word
-        elif word in NETWORKS:
-            network = word
-        elif word == "nvlink":
-            bridged = True
-        else:
-            known = ", ".join((*FORMS, "nvlink", *NETWORKS))
-            raise UserError(f"machine {text!r} asks for {word!r}; after a colon stands one of {known}")
-    return form, bridged, network
+    asked = [word.lower() for word in words]
+    known = (*FORMS, "nvlink", *NETWORKS)
+    for word in asked:
+        if word not in known:
+            raise UserError(f"machine {text!r} asks for {word!r}; after a colon stands one of {', '.join(known)}")
+    return _one_of(text, asked, FORMS), "nvlink" in asked, _one_of(text, asked, NETWORKS)
+
+
+def _one_of(text: str, asked: list[str], known: tuple[str, ...]) -> str | None:
+    found = list(dict.fromkeys(word for word in asked if word in known))
+    if len(found) > 1:
+        raise UserError(f"machine {text!r} asks for {' and for '.join(found)}; give one of them")
+    return found[0] if found else None
 
 
 def _bridge(text: str, accelerator: Accelerator, per_node: int) -> Link:

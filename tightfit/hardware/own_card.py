@@ -17,12 +17,13 @@ from typing import Any
 from tightfit.bounded_yaml import read_yaml_file
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
-from tightfit.hardware.catalog import RATES, accelerator_of_row
-from tightfit.hardware.links import LINKS
+from tightfit.hardware.catalog import FORMS, RATES, accelerator_of_row
+from tightfit.hardware.links import LINKS, NETWORKS
 
 NEEDED = ("family", "memory_gb", "bandwidth_gb_s", "fp32", "host_link", "peer_link")
 OPTIONAL = (*RATES, "form", "network", "bridge", "usable_gib", "power_w", "source", "note")
-NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", *RATES)
+NUMBERS = ("memory_gb", "bandwidth_gb_s", "usable_gib", "power_w", *RATES)
+WORDS = {"form": FORMS, "host_link": LINKS, "peer_link": LINKS, "network": NETWORKS, "bridge": LINKS}
 
 
 def own_card(path: Path) -> Accelerator:
@@ -38,9 +39,15 @@ def own_card(path: Path) -> Accelerator:
         )
     for name in NUMBERS:
         _check_number(path, name, row.get(name, 1))
-    for name in ("host_link", "peer_link", "network", "bridge"):
-        if name in row and row[name] not in LINKS:
-            raise UserError(f"{path} has {name} {row[name]!r}; give one of {', '.join(LINKS)}")
+    for name, known in WORDS.items():
+        if name in row and str(row[name]) not in known:
+            raise UserError(f"{path} has {name} {row[name]!r}; give one of {', '.join(known)}")
+    if not isinstance(row["family"], str) or not row["family"].strip():
+        raise UserError(f"{path} has family {row['family']!r}; give the card's name as text")
+    if row["memory_gb"] != int(row["memory_gb"]):
+        raise UserError(f"{path} has memory_gb {row['memory_gb']}; give whole gigabytes, and the rest in usable_gib")
+    if row.get("usable_gib", 0) > row["memory_gb"]:
+        raise UserError(f"{path} has usable_gib {row['usable_gib']}, more than its memory_gb {row['memory_gb']}")
     texts = {name: str(value) for name, value in row.items()}
     return accelerator_of_row({"form": "pcie", "source": path.name, **texts, "memory_gb": str(int(row["memory_gb"]))})
 

@@ -1,6 +1,6 @@
 """ExpertTraining: the section of a job on how a routed model's experts are trained, without torch.
 
-Neither field belongs to the model: a saved or served model does not have them.
+Neither field belongs to the model: a saved or served model does not have them (`ModelSpec.as_saved`).
 """
 
 from dataclasses import replace
@@ -27,7 +27,3 @@ class ExpertTraining(Section):
             if getattr(self, name):
                 raise UserError(f"experts.{name} is {getattr(self, name)}, but {spec.family} has no experts; drop it")
         return spec
-
-
-AS_SAVED = ExpertTraining()
-"""The default settings, for a model read from its files, which do not have any."""

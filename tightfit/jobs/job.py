@@ -52,7 +52,7 @@ def rounded_vocabulary(tokens: int) -> int:
 
 class TokenizerChoice(Section):
     source: str = "model"
-    """`model` uses the model's own, `train` trains a byte-level BPE on the data, else a directory with a tokenizer."""
+    """`model` takes the model's own, `train` makes a byte-level BPE of the data; else a directory, run or GGUF file."""
     vocab_size: int = Field(default=8192, ge=260, le=1_000_000)
     """Vocabulary of a trained tokenizer."""
     train_bytes: int = Field(default=16_000_000, ge=1)

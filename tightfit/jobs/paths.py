@@ -21,8 +21,10 @@ NOT_FILES = frozenset({"stdlib", "smollm2-135m-instruct", "model", "train", *PRE
 
 
 def is_run_file(path: Path) -> bool:
-    """Whether `path` is a job.yaml written by a run."""
+    """Whether `path` is a job.yaml written by a run; a pipe is not opened, as it may never answer."""
     try:
+        if not path.is_file():
+            return False
         with path.open("rb") as file:
             return file.read(len(MARK)) == MARK.encode()
     except OSError:

@@ -41,12 +41,12 @@ class Projection:
     """Name of the process group that holds the other rows; empty where this process holds all."""
 
     def targets(self, labels: Tensor, ignore_index: int) -> Tensor:
-        """Labels as columns of this process, ELSEWHERE or IGNORED."""
-        columns = labels - self.first
+        """Labels as columns of this process, ELSEWHERE or IGNORED; any other is beyond the columns, where it shows."""
+        columns, beyond = labels - self.first, self.weight.shape[0]
         if self.group:
-            held = (columns >= 0) & (columns < self.weight.shape[0])
-            columns = torch.where(held, columns, ELSEWHERE)
-        return torch.where(labels == ignore_index, IGNORED, columns)
+            held = (columns >= 0) & (columns < beyond)
+            columns = torch.where(held, columns, ELSEWHERE).masked_fill(labels >= self.vocabulary, beyond)
+        return columns.masked_fill(labels < 0, beyond).masked_fill(labels == ignore_index, IGNORED)
 
 
 def localize(

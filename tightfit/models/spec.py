@@ -6,7 +6,7 @@ have a sliding window) is a method.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tightfit.errors import UserError
@@ -223,6 +223,13 @@ class ModelSpec:
     def norms_per_layer(self) -> int:
         """Norms over the hidden size in one layer."""
         return 4 if self.sandwich_norms else 2
+
+    @property
+    def as_saved(self) -> "ModelSpec":
+        """The spec without settings of training alone (jobs/experts.py), which no file of a model has."""
+        if self.experts is None:
+            return self
+        return replace(self, experts=replace(self.experts, z_weight=0.0, capacity_factor=None))
 
     @property
     def query_size(self) -> int:

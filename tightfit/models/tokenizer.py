@@ -37,6 +37,8 @@ CHATML_TEMPLATE = (
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MIN_VOCAB_SIZE = 256 + 3
 """Every byte, and the three special tokens of a tokenizer we train."""
+LONGEST_TRAINED_TOKEN = 1024
+"""Merges of one long run would make tokens that neither our own bounds nor those on GGUF files let in again."""
 REPLACED = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How vocabularies of SentencePiece name a byte."""
@@ -273,6 +275,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, progress: bool = Fals
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=LONGEST_TRAINED_TOKEN,
         show_progress=progress,
     )
     backend.train_from_iterator((_mended(text) for text in texts), trainer)

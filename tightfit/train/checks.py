@@ -15,7 +15,6 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.adapter import AdapterTraining
-from tightfit.jobs.experts import AS_SAVED
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
@@ -283,7 +282,7 @@ def _with_vocabulary(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> ModelSp
 
 def refuse_other_shape(checkpoint: Path, spec: ModelSpec) -> None:
     """Refuse a checkpoint whose model has another shape than the job's."""
-    saved, spec = resolve_spec(str(checkpoint)), AS_SAVED.applied(spec)
+    saved, spec = resolve_spec(str(checkpoint)), spec.as_saved
     if saved != spec:
         name = next(n for n in spec.__dataclass_fields__ if getattr(saved, n) != getattr(spec, n))
         ours, theirs = getattr(spec, name), getattr(saved, name)

@@ -58,8 +58,8 @@ def find_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
             return load_source_tokenizer(job.model.source)
         case "train":
             return _trained_tokenizer(job, say, show_bars)
-        case directory:
-            return load_tokenizer(directory)
+        case source:
+            return load_source_tokenizer(source)
 
 
 def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
@@ -92,7 +92,7 @@ def _first_texts(job: Job, sources: list[Source]) -> Iterator[str]:
     seen = 0
     for text in texts:
         yield text
-        seen += len(text.encode())
+        seen += len(text.encode("utf-8", "surrogatepass"))
         if seen >= job.tokenizer.train_bytes:
             return
 

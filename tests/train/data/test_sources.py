@@ -1,6 +1,7 @@
 """What names become: order, what is skipped, and what is refused."""
 
 import importlib.util
+import os
 import sysconfig
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
-from tightfit.jobs.paths import with_absolute_paths
+from tightfit.jobs.paths import MARK, with_absolute_paths
 from tightfit.train.data.sources import Source, find_sources
 
 
@@ -50,6 +51,15 @@ def test_stamps_change_with_the_file(tmp_path: Path) -> None:
     assert list(source.stamps()) != before
 
 
+def test_a_name_that_is_no_utf_8_is_data_too(tmp_path: Path) -> None:
+    """Linux has such names; what is remembered of them must be text that JSON can hold."""
+    for name in (b"\xfe.txt", b"\xff.txt"):
+        write(tmp_path / os.fsdecode(name))
+    stamps = [source.stamps() for source in find_sources([str(tmp_path)])]
+    (first, *_), (second, *_) = (next(stamp) for stamp in stamps)
+    assert first.encode() != second.encode()
+
+
 def test_stdlib_has_prose_and_sources_without_tests_or_packages() -> None:
     sources = find_sources(["stdlib"])
     assert sources == find_sources(["stdlib"])
@@ -84,6 +94,16 @@ def test_a_directory_is_not_searched_for_settings_and_tables(tmp_path: Path) -> 
     assert find_sources([str(tmp_path / "numbers.csv")])[0].kind == "csv"
     with pytest.raises(UserError, match="unsupported suffix"):
         find_sources([str(tmp_path / "old.parquet.gz")])
+
+
+def test_a_run_inside_its_own_data_is_not_data(tmp_path: Path) -> None:
+    """Else its metrics would be rows of what it trains on when it is resumed."""
+    notes = write(tmp_path / "notes.txt")
+    write(tmp_path / "runs" / "a" / "job.yaml", f"{MARK}output: runs/a\n")
+    write(tmp_path / "runs" / "a" / "metrics.jsonl")
+    rows = write(tmp_path / "runs" / "rows.jsonl")
+    os.mkfifo(tmp_path / "runs" / "job.yaml")
+    assert [source.path for source in find_sources([str(tmp_path)])] == [notes, rows]
 
 
 def test_chats_take_only_rows(tmp_path: Path) -> None:

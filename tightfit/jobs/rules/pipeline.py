@@ -82,8 +82,10 @@ def a_shard_has_one_module(run: Run) -> str | None:
 @rule(RUN_RULES, "layout.schedule", "layout.pipeline", "global_batch")
 def schedules_take_equal_rounds(run: Run) -> str | None:
     layout, ranks = run.layout, run.layout.pipeline
+    if run.accumulation is None or ranks == 1 or layout.schedule not in ("interleaved", "zero-bubble"):
+        return None
     rounds = max(1, run.accumulation // ranks)
-    if ranks > 1 and layout.schedule in ("interleaved", "zero-bubble") and run.accumulation % rounds:
+    if run.accumulation % rounds:
         return (
             f"layout.schedule is {layout.schedule}, which takes {run.accumulation} micro-batches in {rounds} equal "
             f"rounds; make global_batch / (micro_batch × data) a multiple of layout.pipeline ({ranks}) or take 1f1b"
@@ -103,7 +105,7 @@ def too_few_micro_batches(micro_batches: int, ranks: int) -> str | None:
 
 @rule(RUN_RULES, "layout.schedule", "layout.pipeline", "global_batch")
 def two_versions_are_of_two_steps(run: Run) -> str | None:
-    if not run.layout.has_two_versions or run.accumulation == 1:  # 1 is also the default where it is not known
+    if not run.layout.has_two_versions or run.accumulation is None:
         return None
     return too_few_micro_batches(run.accumulation, run.layout.pipeline)
 

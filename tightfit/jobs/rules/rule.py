@@ -25,7 +25,7 @@ class Run:
     layout: "Layout"
     levers: "Levers"
     precision: str | None = None
-    accumulation: int = 1
+    accumulation: int | None = None
     """Micro-batches of a data rank per optimizer step."""
     spec: ModelSpec | None = None
     sequence_length: int | None = None

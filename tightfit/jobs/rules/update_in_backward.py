@@ -9,7 +9,7 @@ def an_update_in_backward_needs_the_steps_gradient(run: Run) -> str | None:
     if not run.levers.update_in_backward:
         return None
     what, layout = "levers.update_in_backward frees gradients during backward", run.layout
-    if run.accumulation > 1:
+    if (run.accumulation or 1) > 1:
         return (
             f"{what}, but those of {run.accumulation} micro-batches add up and are all there before the last one's "
             "backward; raise layout.micro_batch, or leave the lever out"

@@ -80,7 +80,7 @@ def config_from_spec(spec: ModelSpec, *, dtype: str, extra: Mapping[str, Any] | 
     """The config.json of `spec`; `extra` adds fields such as token ids."""
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
-    family = _family(spec.family, "the model's spec")
+    spec, family = spec.as_saved, _family(spec.family, "the model's spec")
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": spec.family, "torch_dtype": dtype}
     config |= {names[0]: _written(spec, name, family) for name, names in family.fields.items()}
     config |= _write_windows(spec, family)

@@ -3,9 +3,10 @@
 A name is a file, a pattern of names (`notes/**/*.jsonl.gz`), a directory (searched recursively, in the order of its
 paths), a dataset saved by Hugging Face `datasets`, or `stdlib`: the prose of `pydoc_data` and the source of Python's
 own standard library, text that every machine has. (A file called stdlib is named ./stdlib.) Files may be compressed
-(.gz, .zst). In a directory, hidden and empty files and those of no supported suffix are skipped, and links to
-directories are not followed; .json, .csv and .tsv are skipped as well, which are more often settings and tables than
-documents: they must be named, or matched by a pattern. A file that is named must be usable. Nothing is read here.
+(.gz, .zst). In a directory, hidden and empty files and those of no supported suffix are skipped, as are runs (one may
+write below its own data), and links to directories are not followed; .json, .csv and .tsv are skipped as well, which
+are more often settings and tables than documents: they must be named, or matched by a pattern. A file that is named
+must be usable. Beside the marks of saved datasets and runs nothing is read here.
 """
 
 import importlib.util
@@ -19,6 +20,8 @@ from typing import Literal
 
 from tightfit.bounded_files import user_path
 from tightfit.errors import UserError
+from tightfit.jobs.paths import JOB_FILE, is_run_file
+from tightfit.printable import printable
 from tightfit.train.data.compressed import inner_name, is_compressed
 
 Kind = Literal["text", "topics", "jsonl", "json", "csv", "tsv", "parquet", "saved"]
@@ -61,7 +64,7 @@ class Source:
         for path in sorted(self.path.rglob("*")) if self.kind == "saved" else [self.path]:
             if path.is_file():
                 stat = path.stat()
-                yield str(path.resolve()), stat.st_size, stat.st_mtime_ns
+                yield printable(str(path.resolve())), stat.st_size, stat.st_mtime_ns
 
 
 def find_sources(names: Sequence[str], *, rows_only: bool = False) -> list[Source]:
@@ -124,6 +127,8 @@ def _supported(rows_only: bool) -> str:
 def _in_directory(directory: Path) -> Iterator[Source]:
     if _is_saved_dataset(directory):
         yield Source(directory, "saved")
+        return
+    if is_run_file(directory / JOB_FILE):
         return
     try:
         entries = sorted(directory.iterdir())
