@@ -6,7 +6,6 @@ holds all of it in float32; then each rank fills its shards, and the optimizer w
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -68,45 +67,34 @@ def assemble(
     layers compute with fake-quantized weights, and the optimizer also updates the learned scales.
     """
     refuse_untrainable(Run(layout=layout, levers=levers, precision=precision, spec=model.spec, sequence_length=length))
-    dtype, masters = COMPUTE_DTYPES[precision], keeps_master_weights(precision)
-    make_optimizer = partial(
-        MasterAdamW,
-        settings=settings,
-        compute_dtype=dtype if masters else None,
-        levers=levers,
-        seed=seed,
-        pipeline_ranks=layout.pipeline,
-    )
+    dtype, masters, sharded = COMPUTE_DTYPES[precision], keeps_master_weights(precision), layout.zero > 0
     if mesh is not None and layout.pipeline > 1:
         take_stages(model, mesh, layout, length or model.spec.max_positions)
     cut(model, mesh, layout, levers)
-    if layout.zero:
-        module = apply(model, mesh, layout, levers, precision)
-        if next(model.parameters()).is_meta:
-            materialise(model, fill_device(levers, device))
-            settle_shards(module)
-        fill(model)
-        return module, make_optimizer(
-            model,
-            extra_parameters=round_weights(model, quantize),
-            device=device,
-            counted_elsewhere=counted_elsewhere(model),
-            module=module,
-        )
+    module: nn.Module = apply(model, mesh, layout, levers, precision) if sharded else model
     if next(model.parameters()).is_meta:
         materialise(model, fill_device(levers, device))
+        if sharded:
+            settle_shards(module)
     fill(model)
-    if not masters and next(model.parameters()).dtype != dtype:
+    if not sharded and not masters and next(model.parameters()).dtype != dtype:
         model = model.to(dtype)
-    optimizer = make_optimizer(
+    optimizer = MasterAdamW(
         model,
-        extra_parameters=round_weights(model, quantize),
+        settings,
+        compute_dtype=dtype if masters else None,
+        levers=levers,
+        seed=seed,
         device=device,
-        keep_gradient_memory=layout.gradient_ranks > 1 and layout.pipeline == 1,
+        keep_gradient_memory=not sharded and layout.gradient_ranks > 1 and layout.pipeline == 1,
+        pipeline_ranks=layout.pipeline,
         counted_elsewhere=counted_elsewhere(model),
         not_replicated=frozenset(expert_parameters(model)),
+        module=module,
+        extra_parameters=round_weights(model, quantize),
     )
-    module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
+    if not sharded:
+        module = apply(model, mesh, layout, levers, precision, optimizer.stream_weights)
     if isinstance(module, TwoVersionPipeline):
         optimizer.buffered = BufferedSteps(module, optimizer)
     return module, optimizer
