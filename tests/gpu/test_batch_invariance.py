@@ -9,11 +9,11 @@ import torch
 from tests.models.huggingface.reference import pair
 from tests.serve.company import BASE, assert_company_changes_nothing
 from tightfit.errors import UserError
+from tightfit.kernels.top_k_top_p import cumulated
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.engine import Engine
-from tightfit.serve.sampling.sampler import cumulated
 
 CARD = replace(BASE, block_size=16, cache_bytes=2**26)
 

@@ -48,6 +48,7 @@ import tightfit.kernels.routed_mlp
 import tightfit.kernels.row_norm
 import tightfit.kernels.split_sum
 import tightfit.kernels.spqr_linear
+import tightfit.kernels.top_k_top_p
 from tests.kernels.compiling import compile_flash_attention
 from tests.kernels.test_spqr_linear import weights as spqr_weights
 from tightfit.kernels.triton_support import triton
@@ -263,11 +264,19 @@ def launch_adapters(card: Card) -> None:
         )
 
 
+def launch_cuts(card: Card) -> None:
+    """What cuts a distribution, by either setting or by both."""
+    chances, column = torch.ones(2, 999), torch.ones(2, 1)
+    for settings in card.some((column, None), (None, column), (column, column)):
+        tightfit.kernels.top_k_top_p._launch(chances, *settings)
+
+
 def launch_decoding(card: Card) -> None:
     """What a decoding step launches, for one token and for several, and prompts beside it."""
     dtype, overlap = card.narrow, card.capability >= 90
     launch_packed_products(card)
     launch_adapters(card)
+    launch_cuts(card)
     decode = tightfit.kernels.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)

@@ -2,8 +2,7 @@
 
 A token is drawn by inverting the distribution at one uniform number per row: the first token at which the cumulated
 probability exceeds it. The same code gives the distributions that speculative decoding compares.
-On CPUs sorting a whole vocabulary costs milliseconds a row, so top-p looks among the likeliest first and sorts
-everything only where those do not reach p. On GPUs nothing is read back, and everything is sorted.
+On a GPU nothing is read back.
 """
 
 from collections.abc import Iterable
@@ -14,13 +13,11 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from tightfit.kernels.top_k_top_p import cumulated, top_k_top_p
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.sequence import Sequence
 
-FIRST_LOOK = 512
-SCANNED = 1024
-"""Probabilities that one program of the GPU sums up."""
 LEAST_SHARE = 1e-6
 """Smaller shares of top-p and typical-p are this one, so that none is zero in float32 and keeps no token at all."""
 
@@ -33,8 +30,6 @@ class Rows:
     top_p: Tensor | None
     min_p: Tensor | None
     typical_p: Tensor | None
-    largest_k: int
-    """0 where some row has no top-k."""
 
     @classmethod
     def of(cls, settings: Items[Sampling], device: torch.device, vocab_size: int) -> "Rows":
@@ -49,7 +44,6 @@ class Rows:
             top_p=column([max(each.top_p, LEAST_SHARE) for each in settings], 1.0),
             min_p=column([each.min_p for each in settings], 0.0),
             typical_p=column([max(each.typical_p, LEAST_SHARE) for each in settings], 1.0),
-            largest_k=max(top_k),
         )
 
 
@@ -78,7 +72,7 @@ def _cuts(sampling: Sampling) -> bool:
 def filtered(chances: Tensor, rows: Rows) -> Tensor:
     """Probabilities after top-k, top-p, min-p and typical-p, each cutting what the one before left; rows sum to one."""
     if rows.top_k is not None or rows.top_p is not None:
-        chances = _top(chances, rows)
+        chances = top_k_top_p(chances, rows.top_k, rows.top_p)
     if rows.min_p is not None:
         chances = _normed(chances.masked_fill(chances < rows.min_p * chances.amax(-1, keepdim=True), 0.0))
     if rows.typical_p is not None:
@@ -91,66 +85,6 @@ def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
     sums = cumulated(chances)
     token = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
     return token[:, 0].clamp_(max=chances.shape[-1] - 1)
-
-
-def cumulated(chances: Tensor) -> Tensor:
-    """Cumulative sums of rows [R, V], added in one order however busy a GPU is.
-
-    Torch's scan of a single long row there adds partial sums in the order in which its blocks happen to end. Here rows
-    are cut into blocks, each of which one program sums up.
-    """
-    if not chances.is_cuda:
-        return chances.cumsum(-1)
-    gap = -chances.shape[-1] % SCANNED
-    within = torch.nn.functional.pad(chances, (0, gap)).unflatten(-1, (-1, SCANNED)).cumsum(-1)
-    totals = within[..., -1]
-    return (within + (totals.cumsum(-1) - totals)[..., None]).flatten(-2)[..., : chances.shape[-1]]
-
-
-def _top(chances: Tensor, rows: Rows) -> Tensor:
-    """The k likeliest, and of those the fewest that together reach p."""
-    width = chances.shape[-1]
-    looked = width
-    if not chances.is_cuda:
-        looked = min(width, rows.largest_k if rows.largest_k < width else FIRST_LOOK)
-    kept = _top_among(chances, rows, looked)
-    if kept is None:
-        kept = _top_among(chances, rows, width)
-    assert kept is not None
-    return _normed(kept)
-
-
-def _top_among(chances: Tensor, rows: Rows, looked: int) -> Tensor | None:
-    """`_top` over the `looked` likeliest tokens only; None where these do not suffice."""
-    ordered, index = chances.topk(looked) if looked < chances.shape[-1] else chances.sort(descending=True)
-    rank = torch.arange(looked, device=chances.device)
-    if rows.top_k is not None:
-        ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
-    elif looked < chances.shape[-1] and rows.top_p is None:
-        return None
-    if looked < chances.shape[-1] and _needs_more(ordered, chances, rows, looked):
-        return None
-    if rows.top_p is not None:
-        whole = chances.sum(-1, keepdim=True) if rows.top_k is None else _whole(ordered, chances, rows)
-        before = cumulated(ordered) - ordered
-        ordered = ordered.masked_fill(before >= rows.top_p * whole, 0.0)
-    return torch.zeros_like(chances).scatter_(-1, index, ordered)
-
-
-def _whole(ordered: Tensor, chances: Tensor, rows: Rows) -> Tensor:
-    """The sum that top-p is a share of: over the k likeliest, or over all where a row has no k."""
-    assert rows.top_k is not None
-    unlimited = rows.top_k >= chances.shape[-1]
-    return torch.where(unlimited, chances.sum(-1, keepdim=True), ordered.sum(-1, keepdim=True))
-
-
-def _needs_more(ordered: Tensor, chances: Tensor, rows: Rows, looked: int) -> bool:
-    """Whether some row keeps tokens beyond the `looked` likeliest."""
-    limited = torch.zeros(len(chances), 1, dtype=torch.bool) if rows.top_k is None else rows.top_k <= looked
-    if rows.top_p is None:
-        return not bool(limited.all())
-    reached = ordered.sum(-1, keepdim=True) >= rows.top_p
-    return not bool((limited | (reached & (rows.top_p < 1))).all())
 
 
 def _typical(chances: Tensor, share: Tensor) -> Tensor:
