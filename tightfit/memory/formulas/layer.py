@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tightfit.jobs.engine import ENGINES
+from tightfit.jobs.projections import linear_shapes
 from tightfit.levers.policy.recompute import KeepLevel
-from tightfit.memory.formulas.adapter import trained_moments
-from tightfit.memory.formulas.layer_moments import LayerCost, untiled_cost
+from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, untiled_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import (
     SavedBytes,
@@ -61,7 +61,23 @@ def layer_cost(shape: LocalShape, layer: int) -> LayerCost:
     else:
         saved_bytes = sum(tensor.bytes for tensor in layer_kept(shape, layer))
         cost = untiled_cost(shape, layer, saved_bytes)
-    return replace(cost, backward=trained_moments(shape, cost.backward))
+    return replace(cost, backward=_trained_moments(shape, cost.backward))
+
+
+def _trained_moments(shape: LocalShape, moments: tuple[LayerMoment, ...]) -> tuple[LayerMoment, ...]:
+    """`moments`; under adapters with gradients of A and B in place of the frozen matrices'."""
+    if shape.adapted is None:
+        return moments
+    whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())
+    share = sum(shape.adapted.matrices(shape.spec)) / whole
+    return tuple(
+        each._replace(
+            complete_weights=round(share * each.complete_weights),
+            new_weights=round(share * each.new_weights),
+            weight_copies=round(share * each.weight_copies),
+        )
+        for each in moments
+    )
 
 
 @lru_cache(maxsize=4096)
