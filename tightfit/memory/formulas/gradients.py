@@ -78,13 +78,13 @@ class Gradients:
 
     def head(self, visit: LayerVisit, moment: LayerMoment) -> int:
         """The output projection's gradient at a moment of a layer."""
-        earlier_weights = visit.done_weights + moment.complete_weights - moment.new_weights
-        is_sent = self.limit_bytes is not None and earlier_weights <= self.deferred_weights
+        is_sent = self.limit_bytes is not None and visit.done_weights + moment.added_weights <= self.deferred_weights
         return self.sent_head_bytes if is_sent else self.head_bytes
 
     def of_layer(self, moment: LayerMoment, done_bytes: int) -> int:
         """Gradients of the layer at work, beside `done_bytes` of layers that are done."""
-        new_bytes, copies_bytes = self.element_bytes * moment.new_weights, self.element_bytes * moment.weight_copies
+        new_bytes = self.element_bytes * (moment.complete_weights - moment.added_weights)
+        copies_bytes = self.element_bytes * moment.weight_copies
         if self.add_in_place:
             return new_bytes + copies_bytes
         complete_bytes = self.element_bytes * moment.complete_weights

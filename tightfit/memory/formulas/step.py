@@ -311,6 +311,6 @@ def _embedding_sums(shape: LocalShape) -> int:
 
 def _cubic_table_bytes(shape: LocalShape) -> int:
     """The embedding on a 3D mesh, all-gathered over depth, as received and as reordered; 0 on other layouts."""
-    if not shape.mesh_ranks or shape.mesh_ranks != shape.tensor**3:
+    if not shape.is_cube:
         return 0
     return 2 * shape.columns(shape.spec.vocab_size) * shape.columns(shape.spec.hidden_size) * shape.element_bytes
