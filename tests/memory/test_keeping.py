@@ -12,11 +12,11 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.keeping import layer_levels, level_options
-from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_input
 from tightfit.memory.formulas.rank import RankMemory
+from tightfit.memory.formulas.saved import layer_kept
 from tightfit.memory.formulas.stage import remembered_stage
-from tightfit.memory.formulas.step import backward
+from tightfit.memory.formulas.step import steps
 from tightfit.models.presets import preset, preset_names
 from tightfit.models.spec import ModelSpec
 
@@ -94,7 +94,7 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
     peaks = {}
     for levels in set(permutations(chosen)):
         rank.stage = remembered_stage(rank.shape, rank.stage.span, levels, offloaded=0)
-        peaks[levels] = max(map(sum, backward(rank)))
+        peaks[levels] = max(sum(moment) for step in steps(rank) for moment in step.backward())
     assert peaks[chosen] == min(peaks.values())
     assert peaks[chosen] < peaks[chosen[::-1]]
 

@@ -11,17 +11,13 @@
 Gradients and states are counted for the weights of A and B only.
 """
 
-from typing import TYPE_CHECKING
-
 from tightfit.jobs.projections import Projection, linear_shapes
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.segments import unsplit_bytes
 
-if TYPE_CHECKING:  # these modules import this one
-    from tightfit.memory.formulas.layer_moments import LayerMoment
-    from tightfit.memory.formulas.local_shape import LocalShape
 
-
-def low_rank_bytes(shape: "LocalShape", *names: Projection) -> int:
+def low_rank_bytes(shape: LocalShape, *names: Projection) -> int:
     """Saved tensors of the adapters on `names`: A x, and with dropout a mask of one byte per input."""
     if shape.adapted is None:
         return 0
@@ -31,7 +27,7 @@ def low_rank_bytes(shape: "LocalShape", *names: Projection) -> int:
     return shape.tokens * (len(inputs) * rank * shape.element_bytes + dropped_bytes)
 
 
-def expanded_bytes(shape: "LocalShape", name: Projection, result_bytes: int) -> int:
+def expanded_bytes(shape: LocalShape, name: Projection, result_bytes: int) -> int:
     """A coded matrix dequantized for a product whose result takes `result_bytes`; or, if larger, the adapter's input
     after dropout."""
     shapes, adapted = linear_shapes(shape.spec), shape.adapted
@@ -42,25 +38,16 @@ def expanded_bytes(shape: "LocalShape", name: Projection, result_bytes: int) -> 
     return max(expanded, shape.tokens * shapes[name][1] * shape.element_bytes if drops else 0)
 
 
-def trained_moments(shape: "LocalShape", moments: "tuple[LayerMoment, ...]") -> "tuple[LayerMoment, ...]":
-    """`moments` with gradients of A and B in place of the frozen matrices'."""
-    if shape.adapted is None:
-        return moments
-    whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())
-    share = sum(shape.adapted.matrices(shape.spec)) / whole
-    return tuple(
-        each._replace(
-            complete_weights=round(share * each.complete_weights),
-            new_weights=round(share * each.new_weights),
-            weight_copies=round(share * each.weight_copies),
-        )
-        for each in moments
-    )
+def frozen_bytes(workload: Workload) -> int:
+    """Bytes of the frozen model; 0 without adapters."""
+    adapted = workload.adapted
+    return 0 if adapted is None else adapted.frozen_bytes(workload.spec, workload.weight_bytes)
 
 
-def frozen_unsplit_bytes(shape: "LocalShape") -> int:
+def frozen_unsplit_bytes(shape: LocalShape) -> int:
     """Bytes that the allocator counts for the frozen matrices beyond their own (segments.py)."""
-    assert shape.adapted is not None
+    if shape.adapted is None:
+        return 0
     spec, scheme = shape.spec, shape.adapted.base.scheme
     matrices = tuple(outputs * inputs for outputs, inputs in linear_shapes(spec).values())
     width = shape.element_bytes if scheme is None else scheme.bits / 8

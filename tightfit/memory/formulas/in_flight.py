@@ -5,89 +5,89 @@ that its stages sent on; the model's last stage keeps the loss; and where backwa
 activations are kept until the backward for weights.
 """
 
-from collections.abc import Iterator
 from operator import mul
 from typing import NamedTuple
 
-from tightfit.jobs.layout import Layout
 from tightfit.memory.formulas.local_shape import ceil
-from tightfit.memory.formulas.pipeline import RankSpan, all_forwards_first, micro_batches_in_flight, most_in_turns
-from tightfit.memory.formulas.stage import StageMemory
+from tightfit.memory.formulas.pipeline import all_forwards_first, micro_batches_in_flight, most_in_turns
+from tightfit.memory.formulas.rank import RankMemory
 
 
 class InFlight(NamedTuple):
-    """Other micro-batches at a pipeline rank's peak."""
+    """Other micro-batches during a backward in which a rank may be fullest."""
 
-    other_bytes: int
-    """Activations of the micro-batches in flight other than the one at work."""
-    beside_embedding_bytes: int
-    """The same when the one at work goes backward through the embedding, with its activations in later stages."""
     summed_micro_batches: int
-    """Micro-batches whose gradients are summed by the end of the backward at the peak; 1: no earlier gradients."""
+    """Micro-batches whose gradients are summed by the end of that backward; 1: no earlier gradients."""
+    other_bytes: int = 0
+    """Activations of the micro-batches in flight other than the one at work."""
+    beside_embedding_bytes: int = 0
+    """The same when the one at work goes backward through the embedding, with its activations in later stages."""
     share_with_sums: float = 1.0
     """Share of the rank's layers that have gradients of earlier micro-batches by then."""
-    freed_bytes: int | None = None
-    """If the peak is in the first backward: activations freed by the time that all layers have gradients."""
 
 
-def in_flight(layout: Layout, stage: StageMemory, loss_bytes: int, micro_batches: int, stream_bytes: int) -> InFlight:
-    """Other micro-batches of a rank whose stages send `stream_bytes` on, and whose head keeps `loss_bytes` of each."""
+def in_flight(rank: RankMemory) -> tuple[InFlight, ...]:
+    """Others during the first backward in which `rank` may be fullest; and, where no gradients are summed there yet,
+    during its second if sums of gradients are larger than the activations freed in between."""
+    layout, stage, span, micro_batches = rank.layout, rank.stage, rank.stage.span, rank.micro_batches
     if layout.pipeline == 1:
-        return InFlight(other_bytes=0, beside_embedding_bytes=0, summed_micro_batches=micro_batches)
-    stages, span = layout.stages_per_rank, stage.span
-    layers = span.layers_by_stage
-    sent_bytes = (stages - span.has_head) * stream_bytes  # the output of each stage but the model's last
+        return (InFlight(micro_batches),)
+    stages, layers = layout.stages_per_rank, span.layers_by_stage
+    sent_bytes = (stages - span.has_head) * rank.shape.stream_bytes  # the output of each stage but the model's last
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
-    loss_bytes *= span.has_head
+    loss_bytes = rank.loss.kept * span.has_head
     if layout.schedule == "interleaved":
         most = most_in_turns(layout, span.rank, micro_batches, layers)
         other_bytes = max(0, ceil(each_bytes * most.before_backward, sum(layers)) - each_bytes)
         beside_embedding_bytes = ceil(each_bytes * most.beside_first_stage, sum(layers))
     else:
         kept_loss_bytes = loss_bytes if stages == 1 else 0  # in a V a loss is followed by its backward at once
-        other_bytes = max(_other_bytes(layout, stage, micro_batches, each_bytes, kept_loss_bytes))
-        beside_embedding_bytes = other_bytes
+        other_bytes = beside_embedding_bytes = _other_bytes(rank, each_bytes, kept_loss_bytes)
     if micro_batches > 1 and all_forwards_first(layout, span.rank, micro_batches):
+        first = InFlight(1, other_bytes, beside_embedding_bytes)
         # Interleaved, a rank's first stage begins backward after K backwards of each later one.
-        backwards_before = (stages - 1) * layout.pipeline + 1
-        freed_bytes = backwards_before * each_bytes // stages + loss_bytes
-        return InFlight(other_bytes, beside_embedding_bytes, summed_micro_batches=1, freed_bytes=freed_bytes)
+        freed_bytes = ((stages - 1) * layout.pipeline + 1) * each_bytes // stages + loss_bytes
+        if freed_bytes >= rank.states.reduced_gradient_bytes * stage.weights:
+            return (first,)
+        left = (max(0, size - freed_bytes) for size in (other_bytes, beside_embedding_bytes))
+        return first, InFlight(micro_batches, *left)
     # If all micro-batches go backward through a rank's last stage before any goes through another stage, only the last
     # has sums of gradients.
     first_backwards = 2 * layout.pipeline - 1 - span.rank if layout.in_v else layout.pipeline
     last_alone = stages > 1 and micro_batches <= first_backwards
     share = layers[-1] / sum(layers) if last_alone else 1.0
-    return InFlight(other_bytes, beside_embedding_bytes, micro_batches, share)
+    return (InFlight(micro_batches, other_bytes, beside_embedding_bytes, share),)
 
 
-def _other_bytes(
-    layout: Layout, stage: StageMemory, micro_batches: int, each_bytes: int, loss_bytes: int
-) -> Iterator[int]:
-    """Bytes of other micro-batches at each time when a rank may be fullest; one keeps `each_bytes` in all stages."""
-    layers = stage.span.layers_by_stage
+def _other_bytes(rank: RankMemory, each_bytes: int, loss_bytes: int) -> int:
+    """The most of other micro-batches, of which each keeps `each_bytes` in all stages of the rank, and its loss."""
+    layers = rank.stage.span.layers_by_stage
 
     def of_stages(counts: tuple[int, ...], bytes_each: int) -> int:
-        kept_layers = sum(map(mul, counts, layers))
-        return ceil(bytes_each * kept_layers, sum(layers))
+        return ceil(bytes_each * sum(map(mul, counts, layers)), sum(layers))
 
-    for kept, waiting in _times(layout, stage.span, micro_batches):
-        kept_bytes = max(0, of_stages(kept, each_bytes) - each_bytes) + (sum(kept) - 1) * loss_bytes
-        yield kept_bytes + of_stages(waiting, stage.for_weights_bytes)
+    return max(
+        max(0, of_stages(kept, each_bytes) - each_bytes)
+        + (sum(kept) - 1) * loss_bytes
+        + of_stages(waiting, rank.stage.for_weights_bytes)
+        for kept, waiting in _times(rank)
+    )
 
 
-def _times(layout: Layout, span: RankSpan, micro_batches: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _times(rank: RankMemory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Candidates for the peak: per stage of a rank, micro-batches kept, and those that await backward for weights.
 
     In a V also two later times: when forwards are over, K are kept in the first stage and r in the second, of which
     r + 1 and r wait; and after a loss, one more is kept in the first stage and one less in the second, and one waits.
     """
-    K, r, M = layout.pipeline, span.rank, micro_batches
-    kept = micro_batches_in_flight(layout, r, M)
-    if layout.schedule == "zero-bubble":
+    span, schedule = rank.stage.span, rank.layout.schedule
+    K, r, M = rank.layout.pipeline, span.rank, rank.micro_batches
+    kept = micro_batches_in_flight(rank.layout, r, M)
+    if schedule == "zero-bubble":
         return [(kept, (min(M, r + 1) if r else 0,))]
     times = [(kept, (0,) * len(kept))]
-    if layout.schedule == "zb-v":
+    if schedule == "zb-v":
         times.append(((min(M, K), min(M, r)), (min(M, r + 1), min(M, r))))
-    if layout.schedule == "zb-v" and not span.has_head:
+    if schedule == "zb-v" and not span.has_head:
         times.append(((min(M, 2 * K - r), min(M, r)), (1, 0)))
     return times

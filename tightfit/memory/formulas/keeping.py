@@ -14,8 +14,8 @@ from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
 from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, needs_last_product
-from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.saved import layer_kept, total
 from tightfit.models.spec import ModelSpec
 
 H200 = next(row for row in CATALOG if row.family == "H200")
@@ -58,12 +58,12 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
     """
     seconds, options = _recompute_seconds(shape, layer), dict[KeepLevel, KeepOption]()
     for level in KEEP_LEVELS:
-        kept_bytes = sum(tensor.bytes for tensor in layer_kept(shape, layer, level))
+        kept_bytes = total(layer_kept(shape, layer, level))
         on_host_bytes = shape.stream_bytes if offload and level != "everything" else 0
         options[level] = KeepOption(kept_bytes - on_host_bytes, seconds[level])
     if shape.adapted is not None:
         options["matmuls"] = KeepOption(options["attention"].bytes, options["nothing"].seconds)
-    elif shape.has_tiles:
+    elif shape.tiles > 1:
         options["matmuls"] = options["attention"]
     return tuple(options.values())
 

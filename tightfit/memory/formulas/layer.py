@@ -1,67 +1,33 @@
-"""Layer: what one layer keeps for backward at each level of recomputation, and its bytes at every moment.
-
-This file chooses between saved.py and layer_moments.py, for untiled layers, and tiles.py, for tiled ones.
-"""
+"""Layer: bytes of one layer at every moment, tiled (tiles.py) or not (layer_moments.py)."""
 
 from dataclasses import replace
 from functools import lru_cache
 
-from tightfit.jobs.engine import ENGINES
+from tightfit.jobs.projections import linear_shapes
 from tightfit.levers.policy.recompute import KeepLevel
-from tightfit.memory.formulas.adapter import trained_moments
-from tightfit.memory.formulas.layer_moments import LayerCost, untiled_cost
+from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, untiled_cost
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import (
-    SavedBytes,
-    SavedTensor,
-    attended,
-    attention_saved,
-    engine_saved,
-    mlp_saved,
-    product_saved,
-)
-from tightfit.memory.formulas.segments import unsplit_rest
-from tightfit.memory.formulas.tiles import tiled_cost, tiled_saved
-
-
-@lru_cache(maxsize=4096)
-def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -> tuple[SavedTensor, ...]:
-    """Everything layer `layer` keeps for backward at `level` (levers/checkpoint_keep.py)."""
-    if level == "everything":
-        if shape.is_tiled(layer):
-            return tiled_saved(shape)
-        return *attention_saved(shape), *mlp_saved(shape, layer), *engine_saved(shape, layer)
-    saved = [SavedTensor("residual", "layer input", shape.stream_bytes, "to compute the layer again")]
-    of_attention = attended(shape)
-    if level != "nothing":
-        saved += [tensor for tensor in of_attention if tensor.name in ("output", "logsumexp")]
-    if level == "matmuls":
-        products = [tensor for tensor in of_attention if tensor.name in ("queries", "keys and values")]
-        products += product_saved(shape, layer)
-        kept_share = ENGINES[shape.engine_name].kept_product_share
-        saved += [tensor._replace(bytes=int(kept_share * tensor.bytes)) for tensor in products]
-    return tuple(saved)
-
-
-@lru_cache(maxsize=4096)
-def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
-    """Bytes of the tensors of `layer_kept` by kind."""
-    sums = dict.fromkeys(SavedBytes._fields, 0)
-    for tensor in layer_kept(shape, layer, level):
-        sums[tensor.kind] += tensor.bytes
-        sums["unsplit"] += tensor.tensors * unsplit_rest(tensor.bytes // tensor.tensors)
-    return SavedBytes(**sums)
+from tightfit.memory.formulas.saved import layer_kept, saved_bytes, total
+from tightfit.memory.formulas.tiles import tiled_cost
 
 
 @lru_cache(maxsize=4096)
 def layer_cost(shape: LocalShape, layer: int) -> LayerCost:
     """All of layer `layer`'s bytes on one rank."""
-    if shape.is_tiled(layer):
-        cost = tiled_cost(shape, layer)
-    else:
-        saved_bytes = sum(tensor.bytes for tensor in layer_kept(shape, layer))
-        cost = untiled_cost(shape, layer, saved_bytes)
-    return replace(cost, backward=trained_moments(shape, cost.backward))
+    cost = (tiled_cost if shape.is_tiled(layer) else untiled_cost)(shape, layer, total(layer_kept(shape, layer)))
+    if shape.adapted is None:
+        return cost
+    whole = sum(outputs * inputs for outputs, inputs in linear_shapes(shape.spec).values())
+    share = sum(shape.adapted.matrices(shape.spec)) / whole
+    return replace(cost, backward=tuple(_with_share_trained(moment, share) for moment in cost.backward))
+
+
+def _with_share_trained(moment: LayerMoment, share: float) -> LayerMoment:
+    """`moment` with gradients of adapters' A and B in place of the frozen matrices', which have 1 / `share` as many."""
+    complete = round(share * moment.complete_weights)
+    new = round(share * (moment.complete_weights - moment.added_weights))
+    copies = round(share * moment.weight_copies)
+    return moment._replace(complete_weights=complete, added_weights=complete - new, weight_copies=copies)
 
 
 @lru_cache(maxsize=4096)

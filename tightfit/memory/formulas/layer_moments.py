@@ -1,8 +1,7 @@
 """Moments of an untiled layer: bytes alive beside the saved tensors in forward, in recomputation and in backward.
 
 Moments of backward are in its order: the MLP's, then attention's. A moment has the bytes of activations' gradients and
-other temporaries, and the number of the layer's weights that have a gradient by then; gradients.py turns that number
-into bytes.
+other temporaries, and the number of the layer's weights that have a gradient by then; gradients.py turns it into bytes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import expanded_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import attention_saved
+from tightfit.memory.formulas.saved import attention_saved, total
 
 AttentionKind = Literal["fused", "own"]
 
@@ -28,8 +27,8 @@ class LayerMoment(NamedTuple):
     workspace_bytes: int = 0
     complete_weights: int = 0
     """The layer's weights that have a gradient by then."""
-    new_weights: int = 0
-    """Those of `complete_weights` whose gradient is not yet added to a sum over micro-batches."""
+    added_weights: int = 0
+    """Those of `complete_weights` whose gradient is already added where micro-batches are summed."""
     weight_copies: int = 0
     """Further copies of weight gradients (float32 sums over tiles), as a number of elements of the weights' dtype."""
 
@@ -37,10 +36,6 @@ class LayerMoment(NamedTuple):
     def activation_bytes(self) -> int:
         """All but gradients of weights."""
         return self.saved_bytes + self.temporary_bytes + self.workspace_bytes
-
-    def with_gradients(self, weights: int, element_bytes: int) -> int:
-        """All bytes, with gradients of `weights` weights and their further copies."""
-        return self.activation_bytes + element_bytes * (weights + self.weight_copies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +50,33 @@ class LayerCost:
     recompute: LayerMoment
 
 
+Half = tuple[int, int, tuple[LayerMoment, LayerMoment]]
+"""The MLP's half of a layer: forward_extra, forward_working and backward of LayerCost."""
+
+
 def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
     """A layer that keeps `saved_bytes`: attention and MLP together."""
-    attention_bytes = sum(tensor.bytes for tensor in attention_saved(shape))
+    attention_bytes = total(attention_saved(shape))
     # With sequence parallelism each block's input and output gradient are all-gathered. Forward holds the running
     # block's input. The MLP's backward holds three: its output's gradient, its input and attention's input (prefetched
     # or recomputed). Attention's holds two: its input and that of the layer before's MLP (collectives/conjugate.py).
     gathered_bytes = shape.hidden_bytes if shape.sequence_parallel else 0
-    mlp = (_experts if shape.spec.is_routed(layer) else _dense_mlp)(shape, saved_bytes)
-    attention = _attention_backward(shape, layer, attention_bytes, mlp.backward[-1].complete_weights)
-    extra_bytes = mlp.forward_extra + gathered_bytes
+    mlp = _experts if shape.spec.is_routed(layer) else _dense_mlp
+    mlp_extra_bytes, mlp_working_bytes, mlp_moments = mlp(shape, saved_bytes)
+    attention_moments = _attention_backward(shape, layer, attention_bytes, mlp_moments[-1].complete_weights)
+    extra_bytes = mlp_extra_bytes + gathered_bytes
     recompute_bytes = _recompute_extra(shape, layer, extra_bytes=extra_bytes, gathered_bytes=gathered_bytes)
     cost = LayerCost(
         forward_extra=extra_bytes,
-        forward_working=max(mlp.forward_working, attention_bytes) + gathered_bytes,
-        backward=(*_beside(mlp.backward, 3 * gathered_bytes), *_beside(attention, 2 * gathered_bytes)),
+        forward_working=max(mlp_working_bytes, attention_bytes) + gathered_bytes,
+        backward=(*_beside(mlp_moments, 3 * gathered_bytes), *_beside(attention_moments, 2 * gathered_bytes)),
         recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes + recompute_bytes),
     )
-    return _on_a_cube(shape, cost) if shape.mesh_ranks == shape.tensor**3 else cost
+    return _on_a_cube(shape, cost) if shape.is_cube else cost
+
+
+def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[LayerMoment, ...]:
+    return tuple(moment._replace(temporary_bytes=moment.temporary_bytes + gathered_bytes) for moment in moments)
 
 
 def _recompute_extra(shape: LocalShape, layer: int, *, extra_bytes: int, gathered_bytes: int) -> int:
@@ -103,32 +107,18 @@ def _on_a_cube(shape: LocalShape, cost: LayerCost) -> LayerCost:
     down_bytes = q * stream_bytes + (2 * q + 1) * inner_bytes + weight_bytes
     up_bytes = (2 * q + 1) * stream_bytes + ups * (q * inner_bytes + weight_bytes)
     down, up, *attention = cost.backward
+    down = down._replace(temporary_bytes=stream_bytes + down_bytes)
+    up = up._replace(temporary_bytes=stream_bytes + up_bytes)
     working_bytes = 2 * stream_bytes + (ups + 1) * inner_bytes + forward_bytes
     return LayerCost(
         forward_extra=forward_bytes,
         forward_working=max(cost.forward_working, working_bytes),
-        backward=(
-            down._replace(temporary_bytes=stream_bytes + down_bytes),
-            up._replace(temporary_bytes=stream_bytes + up_bytes),
-            *attention,
-        ),
+        backward=(down, up, *attention),
         recompute=cost.recompute._replace(temporary_bytes=stream_bytes + forward_bytes),
     )
 
 
-def _beside(moments: tuple[LayerMoment, ...], gathered_bytes: int) -> tuple[LayerMoment, ...]:
-    return tuple(moment._replace(temporary_bytes=moment.temporary_bytes + gathered_bytes) for moment in moments)
-
-
-class _Mlp(NamedTuple):
-    """The MLP's half of a layer; fields as in LayerCost."""
-
-    forward_extra: int
-    forward_working: int
-    backward: tuple[LayerMoment, LayerMoment]
-
-
-def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
+def _dense_mlp(shape: LocalShape, saved_bytes: int) -> Half:
     """Forward makes gate, up, their product and the result. Backward holds the product's gradient beside the saved gate
     and up, whose gradients are written in their place; then the input's gradient."""
     spec, stream_bytes, hidden_bytes = shape.spec, shape.stream_bytes, shape.hidden_bytes
@@ -136,35 +126,29 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> _Mlp:
     matrix = spec.hidden_size * shape.columns(spec.mlp_size)
     has_adapters = shape.adapted is not None
     keeps_product = shape.trains("down") if has_adapters else spec.mlp_bias
-    kept_product_bytes = inner_bytes if has_adapters and keeps_product else 0
     product = LayerMoment(
         "gradient of the MLP's product",
         saved_bytes=saved_bytes,
         temporary_bytes=stream_bytes + inner_bytes,
         workspace_bytes=expanded_bytes(shape, "down", inner_bytes),
         complete_weights=matrix,
-        new_weights=matrix,
     )
     inputs = LayerMoment(
         "gradient of the MLP's input",
-        saved_bytes=saved_bytes - kept_product_bytes,  # freed after down's backward
+        saved_bytes=saved_bytes - (inner_bytes if has_adapters and keeps_product else 0),  # freed after down's backward
         # with adapters gate and up are separate products: one gradient of the input through each, before they are added
         temporary_bytes=stream_bytes + hidden_bytes * (spec.up_projections if has_adapters else 1),
         workspace_bytes=expanded_bytes(shape, "up", hidden_bytes),
         complete_weights=(spec.up_projections + 1) * matrix,
-        new_weights=(spec.up_projections + 1) * matrix,
     )
     result_bytes = hidden_bytes + expanded_bytes(shape, "down", hidden_bytes)
-    return _Mlp(
-        # gate × up, unless that is kept, and the MLP's result
-        forward_extra=(inner_bytes if spec.gated and not keeps_product else 0) + result_bytes,
-        # the residual sum, its norm, gate, up, their product, the result
-        forward_working=2 * stream_bytes + (spec.up_projections + 1) * inner_bytes + result_bytes,
-        backward=(product, inputs),
-    )
+    product_bytes = inner_bytes if spec.gated and not keeps_product else 0  # gate × up, unless that is kept
+    # the residual sum, its norm, gate, up, their product, the result
+    working_bytes = 2 * stream_bytes + (spec.up_projections + 1) * inner_bytes + result_bytes
+    return product_bytes + result_bytes, working_bytes, (product, inputs)
 
 
-def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
+def _experts(shape: LocalShape, saved_bytes: int) -> Half:
     """kernels/routed_mlp.py, whose rows are (token, expert) pairs. Forward ends with all rows' outputs, beside
     gate × up or the tokens' sums; backward holds gradients of all rows' outputs and of gate × up, then of inputs."""
     spec, experts, rows_bytes, stream_bytes = shape.spec, shape.spec.experts, shape.routed_bytes, shape.stream_bytes
@@ -181,25 +165,20 @@ def _experts(shape: LocalShape, saved_bytes: int) -> _Mlp:
         # gradients of every row's output, and of its gate × up
         temporary_bytes=stream_bytes + arrived_bytes + rows_bytes + inner_bytes,
         complete_weights=shared + matrix,
-        new_weights=matrix,
+        added_weights=shared,
     )
-    inputs = LayerMoment(
-        "gradient of the experts' inputs",
-        saved_bytes=saved_bytes,
+    inputs = down._replace(
+        name="gradient of the experts' inputs",
         # gradients of the rows' inputs through gate and through up, and their sum
         temporary_bytes=stream_bytes + arrived_bytes + 2 * rows_bytes + (rows_bytes if travels else hidden_bytes),
         complete_weights=shared + 3 * matrix,
-        new_weights=3 * matrix,
     )
     # every row's output, gate and up, beside gate × up or the tokens' sums
     working_bytes = rows_bytes + 2 * inner_bytes + max(inner_bytes, hidden_bytes)
     if travels:  # received rows and their outputs, beside gate, up and their product, or beside what came back
         working_bytes = 2 * rows_bytes + max(3 * inner_bytes, rows_bytes + hidden_bytes)
-    return _Mlp(
-        forward_extra=rows_bytes + max(inner_bytes, hidden_bytes + arrived_bytes),
-        forward_working=2 * stream_bytes + working_bytes,
-        backward=(down, inputs),
-    )
+    extra_bytes = rows_bytes + max(inner_bytes, hidden_bytes + arrived_bytes)
+    return extra_bytes, 2 * stream_bytes + working_bytes, (down, inputs)
 
 
 def _attention_backward(
@@ -215,21 +194,19 @@ def _attention_backward(
     attention = LayerMoment(
         "attention",
         saved_bytes=saved_bytes - shape.returned_bytes,  # freed after the output projection's backward
-        # gradients of the stream, the output, q, k and v
-        temporary_bytes=stream_bytes + 2 * shape.query_bytes + 2 * shape.attended_key_bytes,
-        workspace_bytes=attention_workspace(shape, layer) + ring_workspace(shape),
+        temporary_bytes=stream_bytes + shape.query_bytes + shape.qkv_bytes,  # gradients: stream, output, q, k and v
+        workspace_bytes=attention_workspace(shape, layer),
         complete_weights=mlp_weights + output_weights,
-        new_weights=output_weights,
+        added_weights=mlp_weights,
     )
-    qkv_bytes = shape.query_bytes + 2 * shape.attended_key_bytes
     projections = LayerMoment(
         "gradient of the projections' input",
         saved_bytes=2 * stream_bytes,  # the norm's input and output
         # gradients of the stream, of q, k and v, and of their input: the running projection's, and the sum so far
-        temporary_bytes=stream_bytes + qkv_bytes + 2 * shape.hidden_bytes,
+        temporary_bytes=stream_bytes + shape.qkv_bytes + 2 * shape.hidden_bytes,
         workspace_bytes=expanded_bytes(shape, "q", shape.hidden_bytes),
         complete_weights=mlp_weights + output_weights + qkv_weights,
-        new_weights=qkv_weights,
+        added_weights=mlp_weights + output_weights,
     )
     return attention, projections
 
@@ -244,21 +221,18 @@ def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
 
 
 def attention_workspace(shape: LocalShape, layer: int) -> int:
-    """Workspace of attention's backward, beside its inputs and results."""
+    """Workspace of attention's backward, beside its inputs and results.
+
+    FlashAttention-2's mha_bwd and cuDNN's sdpa_backward both sum dQ in float32, and write dK and dV per query head
+    before they are summed over each key head's group. Ring attention (parallel/ring.py) has current and arriving keys
+    and values (4 tensors of key size), dK and dV of own keys (2), and float32 sums of dK and dV, current and arriving
+    (4), and of dQ (1).
+    """
     row_sums_bytes = FLOAT32_BYTES * shape.tokens * shape.heads  # one per query and head (flash_attention_backward.py)
+    wide, keys_bytes = FLOAT32_BYTES // shape.element_bytes, shape.attended_key_bytes
+    ring_bytes = 6 * keys_bytes + wide * (4 * keys_bytes + shape.query_bytes) if shape.ring > 1 else 0
     if attention_kind(shape, layer) == "own":
-        return row_sums_bytes
-    # FlashAttention-2's mha_bwd and cuDNN's sdpa_backward both sum dQ in float32, and write dK and dV per query head
-    # before they are summed over each key head's group.
+        return row_sums_bytes + ring_bytes
     wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < FLOAT32_BYTES else 0
     ungrouped_bytes = 2 * shape.query_bytes if shape.heads != shape.attended_kv_heads else 0
-    return row_sums_bytes + wide_dq_bytes + ungrouped_bytes
-
-
-def ring_workspace(shape: LocalShape) -> int:
-    """Further buffers of ring attention's backward (parallel/ring.py): current and arriving keys and values (4 tensors
-    of key size), dK and dV of own keys (2), float32 sums of dK and dV, current and arriving (4), and of dQ (1)."""
-    if shape.ring == 1:
-        return 0
-    wide = FLOAT32_BYTES // shape.element_bytes
-    return 6 * shape.attended_key_bytes + wide * (4 * shape.attended_key_bytes + shape.query_bytes)
+    return row_sums_bytes + wide_dq_bytes + ungrouped_bytes + ring_bytes

@@ -75,6 +75,11 @@ class LocalShape:
         """Context ranks in one all-to-all of heads (Ulysses): in attention each has all their tokens, some heads."""
         return self.context // self.ring
 
+    @property
+    def is_cube(self) -> bool:
+        """Whether tensor ranks form a 3D mesh."""
+        return self.mesh_ranks == self.tensor**3
+
     @cached_property
     def stream_tokens(self) -> int:
         """Tokens of the residual stream and the norms on this rank: a share of `tokens` with sequence parallelism."""
@@ -130,6 +135,11 @@ class LocalShape:
         return self.tokens * self.attended_kv_heads * self.spec.head_dim * self.element_bytes
 
     @property
+    def qkv_bytes(self) -> int:
+        """Queries, and keys and values after the exchange of heads."""
+        return self.query_bytes + 2 * self.attended_key_bytes
+
+    @property
     def returned_bytes(self) -> int:
         """Attention's output after heads are exchanged back, a second tensor; 0 where no heads are exchanged."""
         return self.query_bytes if self.ulysses_ranks > 1 else 0
@@ -163,13 +173,8 @@ class LocalShape:
         """Whether any of these projections needs its input for a gradient of weights."""
         return self.adapted is None or self.adapted.has(*names)
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether layers that can be tiled are computed a tile of tokens at a time."""
-        return self.tiles > 1
-
     def is_tiled(self, layer: int) -> bool:
-        """Whether layer `layer` is tiled."""
+        """Whether layer `layer` is computed a tile of tokens at a time."""
         return is_tiled(self.spec, layer, self.tiles)
 
     @property
@@ -188,14 +193,9 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
-    return _remembered(
-        workload.spec,
-        rows=ceil(layout.micro_batch, layout.row_parts),
-        length=ceil(workload.sequence_length, layout.context),
-        element_bytes=workload.weight_bytes,
-        engine_name=workload.engine_name,
-        adapted=workload.adapted,
-        **_split_fields(workload.spec, layout, levers),
+    rows, length = ceil(layout.micro_batch, layout.row_parts), ceil(workload.sequence_length, layout.context)
+    return _split_shape(
+        workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.adapted, workload.engine_name
     )
 
 
@@ -210,30 +210,40 @@ def shape_of_input(
 ) -> LocalShape:
     """The shape on a rank of `layout` whose layers get [rows, length, hidden], the rank's part of the sequence."""
     splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
-    return _remembered(
-        spec,
-        rows=rows,
-        length=length * (layout.tensor if splits_sequence else 1),
-        element_bytes=element_bytes,
-        adapted=adapted,
-        **_split_fields(spec, layout, levers),
+    return _split_shape(
+        spec, layout, levers, rows, length * (layout.tensor if splits_sequence else 1), element_bytes, adapted
     )
 
 
-def _split_fields(spec: ModelSpec, layout: Layout, levers: Levers) -> dict[str, int]:
-    """The fields of a LocalShape that follow from layout and levers."""
+def _split_shape(
+    spec: ModelSpec,
+    layout: Layout,
+    levers: Levers,
+    rows: int,
+    length: int,
+    element_bytes: int,
+    adapted: Adapted | None,
+    engine_name: EngineName = "tightfit",
+) -> LocalShape:
+    """Rows × length tokens on a rank of `layout`, with the fields that follow from layout and levers."""
     is_line = layout.tensor_mesh == "1d"
-    return {
-        "tensor": layout.tensor_axes[2],
-        "mesh_ranks": 0 if is_line else layout.weight_ranks,
-        "sequence_parallel": not is_line or (layout.sequence_parallel and layout.tensor > 1),
-        "context": layout.context,
-        "ring": layout.ring,
-        "expert": layout.expert,
-        "padded_experts": _padded_experts(spec, layout),
-        "tiles": levers.tiles,
-        "codes_inputs": levers.matmul == "fp8-tensor",
-    }
+    return _remembered(
+        spec,
+        rows,
+        length,
+        element_bytes,
+        tensor=layout.tensor_axes[2],
+        mesh_ranks=0 if is_line else layout.weight_ranks,
+        sequence_parallel=not is_line or (layout.sequence_parallel and layout.tensor > 1),
+        context=layout.context,
+        ring=layout.ring,
+        expert=layout.expert,
+        padded_experts=_padded_experts(spec, layout),
+        tiles=levers.tiles,
+        codes_inputs=levers.matmul == "fp8-tensor",
+        engine_name=engine_name,
+        adapted=adapted,
+    )
 
 
 def _padded_experts(spec: ModelSpec, layout: Layout) -> int:

@@ -1,21 +1,21 @@
-"""Saved tensors: everything an untiled layer keeps from forward to backward, one line each with its reason.
+"""Saved tensors: everything a layer keeps from forward to backward, one line each with its reason.
 
 Derived from what the code saves on a GPU (models/decoder.py, models/mlp.py, kernels/), not from a general rule: norms
 keep their input and one or two float32 per row; rope keeps its tables only; flash attention keeps q, k, v, its output
 (which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and computes
 their product again. A test compares each layer's bytes with what autograd really keeps.
-
-Other engines compute norms, rope and gates in unfused operations, and also save the inputs of each: `engine_saved`.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from tightfit.jobs.engine import ENGINES
 from tightfit.jobs.precision import FLOAT32_BYTES, INT32_BYTES, INT64_BYTES
-from tightfit.levers.policy.recompute import needs_last_product
+from tightfit.levers.policy.recompute import KeepLevel, needs_last_product
 from tightfit.memory.formulas.adapter import low_rank_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
+from tightfit.memory.formulas.segments import unsplit_rest
 from tightfit.models.spec import ModelSpec
 
 SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
@@ -44,6 +44,41 @@ class SavedBytes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
+def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -> tuple[SavedTensor, ...]:
+    """Everything layer `layer` keeps for backward at `level` of recomputation (levers/checkpoint_keep.py)."""
+    layer_input = SavedTensor("residual", "layer input", shape.stream_bytes, "to compute the layer again")
+    of_attention = attended(shape)
+    if level == "everything" and shape.is_tiled(layer):
+        return layer_input, *of_attention
+    if level == "everything":
+        return *attention_saved(shape), *mlp_saved(shape, layer), *engine_saved(shape, layer)
+    saved = [layer_input]
+    if level != "nothing":
+        saved += [tensor for tensor in of_attention if tensor.name in ("output", "logsumexp")]
+    if level == "matmuls":
+        products = [tensor for tensor in of_attention if tensor.name in ("queries", "keys and values")]
+        kept_share = ENGINES[shape.engine_name].kept_product_share
+        for tensor in products + product_saved(shape, layer):
+            saved.append(tensor._replace(bytes=int(kept_share * tensor.bytes)))
+    return tuple(saved)
+
+
+def total(tensors: Iterable[SavedTensor]) -> int:
+    """Bytes of all `tensors`."""
+    return sum(tensor.bytes for tensor in tensors)
+
+
+@lru_cache(maxsize=4096)
+def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
+    """Bytes of the tensors of `layer_kept` by kind."""
+    sums = dict.fromkeys(SavedBytes._fields, 0)
+    for tensor in layer_kept(shape, layer, level):
+        sums[tensor.kind] += tensor.bytes
+        sums["unsplit"] += tensor.tensors * unsplit_rest(tensor.bytes // tensor.tensors)
+    return SavedBytes(**sums)
+
+
+@lru_cache(maxsize=4096)
 def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
     """Tensors saved by a layer's first half: from the residual stream to attention's projected output."""
     spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
@@ -59,7 +94,13 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
     if spec.qk_norm:
         rows = shape.tokens * (2 if spec.qk_norm_joint else shape.heads + shape.kv_heads)
         saved += _norm_saved(spec, "queries and keys", shape.query_bytes + shape.key_bytes, rows)
-    saved += [*_latent_saved(shape), *attended(shape)]
+    # Latent attention's down-projections (models/latent_attention.py): each vector before and after its norm.
+    ranks = (spec.latent.kv_rank, spec.latent.query_rank) if spec.latent is not None else (0, 0)
+    for name, rank in zip(("keys' and values' vectors", "queries' vectors"), ranks, strict=True):
+        if vector_bytes := shape.tokens * (rank or 0) * shape.element_bytes:
+            saved += _norm_saved(spec, name, vector_bytes, shape.tokens)
+            saved.append(SavedTensor("attention", name, vector_bytes, "the input of what is made of them"))
+    saved += attended(shape)
     if spec.sandwich_norms:
         saved += _norm_saved(spec, "attention output", shape.stream_bytes, shape.stream_tokens)
     return tuple(saved)
@@ -67,7 +108,6 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
 
 def attended(shape: LocalShape) -> list[SavedTensor]:
     """Tensors saved by attention itself."""
-    spec = shape.spec
     logsumexp_bytes = FLOAT32_BYTES * shape.tokens * shape.heads
     saved = [
         SavedTensor("attention", "queries", shape.query_bytes, "flash attention keeps what rope wrote"),
@@ -75,15 +115,14 @@ def attended(shape: LocalShape) -> list[SavedTensor]:
         SavedTensor("attention", "output", shape.query_bytes, "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
     ]
-    if spec.latent is not None:
-        unpadded_bytes = shape.tokens * spec.output_size * shape.element_bytes
+    if shape.spec.latent is not None:
+        unpadded_bytes = shape.tokens * shape.spec.output_size * shape.element_bytes
         saved.append(SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input"))
     if shape.codes_inputs:
         codes_bytes = shape.query_bytes // shape.element_bytes
         saved.append(SavedTensor("attention", "output's codes", codes_bytes, "the output projection's input in fp8"))
-    if shape.returned_bytes:
-        why = "the output projection's is a copy"
-        saved.append(SavedTensor("attention", "output returned", shape.returned_bytes, why))
+    if copy_bytes := shape.returned_bytes:
+        saved.append(SavedTensor("attention", "output returned", copy_bytes, "the output projection's is a copy"))
     return saved
 
 
@@ -94,18 +133,9 @@ def _norm_saved(spec: ModelSpec, name: str, input_bytes: int, rows: int) -> list
     ]
 
 
-def _latent_saved(shape: LocalShape) -> list[SavedTensor]:
-    """Tensors saved by latent attention's down-projections (models/latent_attention.py): each latent vector before and
-    after its norm."""
-    latent, saved = shape.spec.latent, list[SavedTensor]()
-    if latent is None:
-        return saved
-    for name, width in (("keys' and values' vectors", latent.kv_rank), ("queries' vectors", latent.query_rank)):
-        if width:
-            vector_bytes = shape.tokens * width * shape.element_bytes
-            saved += _norm_saved(shape.spec, name, vector_bytes, shape.tokens)
-            saved.append(SavedTensor("attention", name, vector_bytes, "the input of what is made of them"))
-    return saved
+def statistic_bytes(spec: ModelSpec, rows: int) -> int:
+    """Statistics that a norm saves per row: 1/rms, and the mean of a LayerNorm."""
+    return FLOAT32_BYTES * rows * (2 if spec.norm == "layer" else 1)
 
 
 @lru_cache(maxsize=4096)
@@ -130,17 +160,16 @@ def mlp_saved(shape: LocalShape, layer: int) -> tuple[SavedTensor, ...]:
 
 def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
     spec, inner_bytes = shape.spec, shape.inner_bytes(width)
-    if not spec.gated:
-        activated_bytes = inner_bytes // (shape.element_bytes if shape.codes_inputs else 1)
-        up = SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input")
-        activated = SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input")
-        return [up, activated] if shape.trains("down") else [up]
-    saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product", 2)]
-    apart = shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks
-    if apart and shape.trains("down"):
+    if spec.gated:
+        saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product", 2)]
+        product_bytes = inner_bytes if shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks else 0
         why = "projections with biases or adapters, or on a mesh, are by themselves, and down keeps its input"
-        saved.append(SavedTensor("mlp", "product", inner_bytes, why))
-    return saved
+        product = SavedTensor("mlp", "product", product_bytes, why)
+    else:
+        saved = [SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input")]
+        product_bytes = inner_bytes // (shape.element_bytes if shape.codes_inputs else 1)
+        product = SavedTensor("mlp", "activated", product_bytes, "the down projection keeps its input")
+    return [*saved, product] if product_bytes and shape.trains("down") else saved
 
 
 def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
@@ -167,9 +196,8 @@ def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
         logits_bytes = FLOAT32_BYTES * tokens * (experts.count + 1)
         saved.append(SavedTensor("routing", "router logits", logits_bytes, "float32, and their logsumexp: the z-loss"))
     if spec.mlp_bias:
-        by_expert_bytes = INT64_BYTES * chosen + tokens * experts.count * element_bytes
-        why = "of down biases: [tokens, experts]"
-        saved.append(SavedTensor("routing", "weights by expert", by_expert_bytes, why))
+        bias_bytes = INT64_BYTES * chosen + tokens * experts.count * element_bytes
+        saved.append(SavedTensor("routing", "weights by expert", bias_bytes, "of down biases: [tokens, experts]"))
     if travels:
         saved.append(SavedTensor("mlp", "received rows", shape.routed_bytes, "the input of this rank's experts"))
     if experts.shared_size:
@@ -225,8 +253,3 @@ def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
         more_bytes = 2 * (shape.hidden_bytes - shape.stream_bytes)  # of both blocks
         saved.append(SavedTensor("attention", "gathered inputs", more_bytes, "kept instead of gathered again"))
     return saved
-
-
-def statistic_bytes(spec: ModelSpec, rows: int) -> int:
-    """Statistics that a norm saves per row: 1/rms, and the mean of a LayerNorm."""
-    return FLOAT32_BYTES * rows * (2 if spec.norm == "layer" else 1)

@@ -21,12 +21,12 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import bounds_gradients, offloaded_count, stored_bytes
 from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
-from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_bytes
+from tightfit.memory.formulas.layer import forward_extra, layer_cost
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
-from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statistic_bytes
+from tightfit.memory.formulas.saved import SavedBytes, attention_saved, saved_bytes, statistic_bytes, total
 
 
 class LayerKind:
@@ -47,14 +47,15 @@ class LayerKind:
         """Peak of a forward without autograd, which saves nothing."""
         self.moments = (cost.recompute, *cost.backward) if self.is_recomputed else cost.backward
         """Moments of its backward, after that of its recomputation if it is recomputed."""
-        self.fullest_growing = max(
-            self.moments, key=lambda each: each.with_gradients(each.complete_weights, element_bytes)
-        )
+
+        def growing(moment: LayerMoment) -> int:
+            return moment.activation_bytes + element_bytes * (moment.complete_weights + moment.weight_copies)
+
+        self.fullest_growing = max(self.moments, key=growing)
         """The fullest of `moments` where all gradients of the layer's weights are new tensors."""
-        self.fullest_summing = max(self.moments, key=lambda each: each.with_gradients(each.new_weights, element_bytes))
+        self.fullest_summing = max(self.moments, key=lambda each: growing(each) - element_bytes * each.added_weights)
         """The fullest of `moments` where gradients of weights are added to existing sums as they are made."""
-        kept_by_attention = sum(tensor.bytes for tensor in attention_saved(shape))
-        self.reduction_bytes = kept_by_attention + shape.hidden_bytes if apart else 0
+        self.reduction_bytes = total(attention_saved(shape)) + shape.hidden_bytes if apart else 0
         """Activations when gradients of split experts are reduced: attention's saved tensors, and the gradient of the
         MLP's input."""
         of_attention = (each.activation_bytes for each in self.moments if each.name == "attention")

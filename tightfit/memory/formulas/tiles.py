@@ -1,4 +1,4 @@
-"""A layer in tiles (levers/tiling.py): what it saves for backward, and the temporaries at its fullest moments.
+"""A layer in tiles (levers/tiling.py): the temporaries at its fullest moments.
 
 It saves its input and attention's tensors. In backward its second half comes first, a tile at a time: gate, up and the
 gradient of their product for a tile's tokens, beside float32 sums of the weights' gradients over tiles and the current
@@ -7,32 +7,29 @@ tile's gradients. Then attention, one group of heads after another, then q, k an
 
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.adapter import expanded_bytes
-from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace, ring_workspace
+from tightfit.memory.formulas.layer_moments import LayerCost, LayerMoment, attention_workspace
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import SavedTensor, attended
 
 
-def tiled_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
-    """Everything a tiled layer keeps for backward."""
-    return SavedTensor("residual", "layer input", shape.stream_bytes, "both halves keep it"), *attended(shape)
-
-
-def tiled_cost(shape: LocalShape, layer: int) -> LayerCost:
-    """All of a tiled layer's bytes; its output does not count, as the next layer or the final norm saves it."""
-    saved_bytes = sum(tensor.bytes for tensor in tiled_saved(shape))
+def tiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
+    """A tiled layer that keeps `saved_bytes`; its output does not count, as what comes next saves it."""
+    spec = shape.spec
+    mlp_weights = spec.hidden_size * (spec.up_projections + 1) * shape.columns(spec.mlp_size)
+    weights = mlp_weights + spec.hidden_size * shape.heads * spec.head_dim
     inside_bytes = _tile_bytes(shape, inner=3) + expanded_bytes(shape, "down", 0)
     return LayerCost(
         forward_extra=inside_bytes,
         forward_working=max(saved_bytes - shape.stream_bytes, shape.query_bytes + inside_bytes),
-        backward=(*_second_half(shape, saved_bytes), *_first_half(shape, layer, saved_bytes)),
+        backward=(
+            *_second_half(shape, saved_bytes, mlp_weights, weights),
+            *_first_half(shape, layer, saved_bytes, done_weights=weights),
+        ),
         recompute=LayerMoment("recomputed forward", saved_bytes, shape.stream_bytes),
     )
 
 
-def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]:
-    """Backward of the second half, from the layer's output to attention's output."""
-    weights = _second_half_weights(shape)
-    mlp_weights = weights - shape.spec.hidden_size * shape.heads * shape.spec.head_dim
+def _second_half(shape: LocalShape, saved_bytes: int, mlp_weights: int, weights: int) -> tuple[LayerMoment, ...]:
+    """Backward from the layer's output to attention's: through the MLP and the output projection, `weights` in all."""
     arrived_bytes = 2 * shape.stream_bytes + shape.query_bytes  # gradients of y, x and attention's output
     keeps_product = shape.adapted is not None and shape.trains("down")
     product = LayerMoment(
@@ -47,37 +44,33 @@ def _second_half(shape: LocalShape, saved_bytes: int) -> tuple[LayerMoment, ...]
         name="gradients of a tile's gate and up",
         temporary_bytes=arrived_bytes + _tile_bytes(shape, inner=shape.spec.up_projections, gradients=1),
         complete_weights=mlp_weights,
-        new_weights=mlp_weights,
     )
     all_weights = product._replace(
         name="gradients of a tile's weights",
         temporary_bytes=arrived_bytes + _narrow_tile_bytes(shape),
         complete_weights=weights,
-        new_weights=weights,
     )
     return product, gate_and_up, all_weights
 
 
-def _first_half(shape: LocalShape, layer: int, saved_bytes: int) -> tuple[LayerMoment, ...]:
+def _first_half(shape: LocalShape, layer: int, saved_bytes: int, *, done_weights: int) -> tuple[LayerMoment, ...]:
     """Backward of the first half: attention, a group of heads at a time, then the projections of q, k and v."""
-    spec, groups, done_weights = shape.spec, shape.head_groups, _second_half_weights(shape)
-    weights = spec.hidden_size * (shape.heads + 2 * shape.kv_heads) * spec.head_dim
-    qkv_bytes = shape.query_bytes + 2 * shape.attended_key_bytes
+    groups = shape.head_groups
+    weights = shape.spec.hidden_size * (shape.heads + 2 * shape.kv_heads) * shape.spec.head_dim
     heads = LayerMoment(
         "a group of attention's heads",
         saved_bytes=saved_bytes - shape.returned_bytes,
-        temporary_bytes=shape.stream_bytes + shape.query_bytes + qkv_bytes // groups,
-        workspace_bytes=(attention_workspace(shape, layer) + ring_workspace(shape)) // groups,
+        temporary_bytes=shape.stream_bytes + shape.query_bytes + shape.qkv_bytes // groups,
+        workspace_bytes=attention_workspace(shape, layer) // groups,
         complete_weights=done_weights,
-        new_weights=done_weights,
     )
     projections = LayerMoment(
         "a tile of the projections",
         saved_bytes=shape.stream_bytes,
-        temporary_bytes=2 * shape.stream_bytes + qkv_bytes + _narrow_tile_bytes(shape),
+        temporary_bytes=2 * shape.stream_bytes + shape.qkv_bytes + _narrow_tile_bytes(shape),
         workspace_bytes=expanded_bytes(shape, "q", 0),
         complete_weights=done_weights + weights,
-        new_weights=weights,
+        added_weights=done_weights,
         weight_copies=_float32_sums(shape, weights),
     )
     return heads, projections
@@ -96,12 +89,6 @@ def _narrow_tile_bytes(shape: LocalShape) -> int:
     """Temporaries of one tile when no tensor of the MLP's width exists."""
     width = 2 * shape.heads * shape.spec.head_dim + 5 * shape.spec.hidden_size
     return shape.tile_tokens * width * shape.element_bytes
-
-
-def _second_half_weights(shape: LocalShape) -> int:
-    spec = shape.spec
-    mlp_columns = (spec.up_projections + 1) * shape.columns(spec.mlp_size)
-    return spec.hidden_size * (mlp_columns + shape.heads * spec.head_dim)
 
 
 def _float32_sums(shape: LocalShape, weights: int) -> int:

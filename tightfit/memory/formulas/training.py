@@ -13,13 +13,14 @@ from typing import NamedTuple
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.adapter import frozen_bytes
 from tightfit.memory.formulas.local_shape import local_shape
 from tightfit.memory.formulas.overheads import DEFAULT, Overheads
 from tightfit.memory.formulas.pipeline import rank_spans, telling_ranks
-from tightfit.memory.formulas.rank import RankMemory, frozen_bytes
+from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import stage_params
 from tightfit.memory.formulas.states import States
-from tightfit.memory.formulas.step import backward, evaluation, forward, loss, optimizer
+from tightfit.memory.formulas.step import steps
 from tightfit.memory.formulas.story import FROZEN, ROUNDING, TEACHER, StepMoment, fullest, lines, state_bytes
 from tightfit.memory.ledger import Ledger, Line, Phase
 
@@ -49,8 +50,7 @@ def peaks(
     gpu_bytes = host_bytes = saved_bytes = 0
     for number in telling_ranks(workload, layout, levers):
         rank = RankMemory(workload, layout, levers, number, overheads)
-        fullest_bytes = max(map(sum, _step(rank)))
-        gpu_bytes = max(gpu_bytes, sum(rank.resident) + fullest_bytes)
+        gpu_bytes = max(gpu_bytes, sum(rank.resident) + max(map(sum, _moments(rank))))
         host_bytes = max(host_bytes, sum(rank.host))
         # A single rank writes offloaded states from where they are; several ranks copy theirs and train on meanwhile.
         copied_bytes = state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0)
@@ -98,21 +98,25 @@ def training_ledger(workload: Workload, layout: Layout, levers: Levers, overhead
     return Ledger("formulas", tuple(found))
 
 
-def _step(rank: RankMemory) -> list[StepMoment]:
+def _moments(rank: RankMemory) -> list[StepMoment]:
     """All moments of a step."""
-    with_loss = [loss(rank)] if rank.stage.span.has_head else []
-    return [*forward(rank), *with_loss, *backward(rank), optimizer(rank)]
+    step, *later = steps(rank)
+    moments = [*step.forward(), *step.backward(), step.optimizer()]
+    for each in later:
+        moments += each.backward()
+    return [*moments, step.loss()] if rank.stage.span.has_head else moments
 
 
 def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
     """Each phase of a run with its fullest moment."""
+    step, *later = steps(rank)
     yield "init", StepMoment()
-    yield "forward", fullest(forward(rank))
+    yield "forward", fullest(step.forward())
     if rank.stage.span.has_head:
-        yield "loss", loss(rank)
-    yield "backward", fullest(backward(rank))
-    yield "optimizer", optimizer(rank)
-    yield "evaluation", evaluation(rank)
+        yield "loss", step.loss()
+    yield "backward", fullest(moment for each in (step, *later) for moment in each.backward())
+    yield "optimizer", step.optimizer()
+    yield "evaluation", step.evaluation()
     yield "save", StepMoment()
 
 

@@ -6,7 +6,6 @@ copies of quantization-aware training (levers/fake_quantize.py); where layers ar
 
 FSDP2 (parallel/data.py) all-gathers 16-bit weights from the shards, in groups: each layer, an untied embedding, and the
 root (final norm, output projection, tied embedding, learned positions), which stays whole from forward to backward.
-
 Experts that are split over expert ranks are a group apart from their layer's, gathered and reduced inside it.
 
 - ZeRO-3: the root and the layer at work are whole, and the next layer's weights are being gathered (prefetched).
@@ -18,11 +17,8 @@ Experts that are split over expert ranks are a group apart from their layer's, g
 - ZeRO-1 with several micro-batches sums whole gradients, which are reduced only in the last backward.
 """
 
-from tightfit.jobs.layout import Layout
-from tightfit.jobs.levers import Levers
-from tightfit.memory.formulas.fsdp2 import Fsdp2
-from tightfit.memory.formulas.stage import LayerVisit, StageMemory
-from tightfit.memory.formulas.states import States
+from tightfit.memory.formulas.rank import RankMemory
+from tightfit.memory.formulas.stage import LayerVisit
 
 CODE_BYTES = 2
 """Two fp8 codes a weight."""
@@ -31,56 +27,40 @@ CODE_BYTES = 2
 class WorkingWeights:
     """Bytes of working weights and of FSDP2's buffers at the moments of a step; without ZeRO, only of copies."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        levers: Levers,
-        stage: StageMemory,
-        states: States,
-        micro_batches: int,
-        fsdp2: Fsdp2,
-        *,
-        rounds: bool,
-    ) -> None:
-        """A rank with `micro_batches` a step; `rounds`: products use rounded copies of the weights (quantize.bits)."""
-        self.stage, self.states, self.fsdp2, self.zero = stage, states, fsdp2, layout.zero
-        has_codes = not layout.zero and levers.matmul != "native"
-        self.copy_bytes = CODE_BYTES if has_codes else states.element_bytes if rounds else 0
+    def __init__(self, rank: RankMemory, earlier_gradient_bytes: int) -> None:
+        self.stage, self.states, self.fsdp2 = rank.stage, rank.states, rank.overheads.fsdp2
+        self.zero, self.sums_whole = rank.layout.zero, rank.sums_whole
+        rounds, has_codes = rank.workload.rounding is not None, not self.zero and rank.levers.matmul != "native"
+        self.copy_bytes = CODE_BYTES if has_codes else self.states.element_bytes if rounds else 0
         """Bytes per layer weight of its copy for products, beside the weight itself: fp8 codes, or a rounded copy."""
-        self.copies_return = rounds and levers.checkpoint_every == 1
+        self.copies_return = rounds and rank.levers.checkpoint_every == 1
         """Whether copies are made again in recomputation, so that only the running layer's exist."""
-        self.expert_ranks = max(1, states.ranks // layout.expert)
+        self.expert_ranks = max(1, self.states.ranks // rank.layout.expert)
         """Ranks over which ZeRO shards one expert's weights."""
-        self.widest_buffered = stage.widest_dense if self.expert_ranks == 1 else stage.widest_group
+        self.widest_buffered = self.stage.widest_dense if self.expert_ranks == 1 else self.stage.widest_group
         """Weights of the largest group that needs an all-gather buffer: experts on one rank alone need none."""
-        self.after_root = stage.embedding or stage.widest
-        """Weights of the first group that is gathered after the root."""
-        self.stays_gathered = layout.zero in (1, 2) and micro_batches > 1
+        self.stays_gathered = self.zero in (1, 2) and rank.micro_batches > 1
         """Under ZeRO-1 and 2 weights stay whole from one micro-batch to the next."""
-        self.sums_whole = layout.zero == 1 and micro_batches > 1
-        """Under ZeRO-1 whole gradients are summed over micro-batches."""
-
-        layers, widest = stage.layer_weights, stage.widest
-        self.in_forward_bytes = self._held(copied=widest if self.copies_return else layers, at_work=widest)
+        # Where they do, only the first micro-batch gathers, and it has no sums of gradients beside it.
+        absent_bytes = earlier_gradient_bytes if self.stays_gathered else 0
+        buffer_bytes = self.states.element_bytes * self.widest_buffered
+        self.all_gather_bytes = max(0, buffer_bytes - absent_bytes) if self.zero else 0
+        """FSDP2's all-gather buffer in forward."""
+        copied = self.stage.widest if self.copies_return else self.stage.layer_weights
+        self.in_forward_bytes = self._held(copied=copied, at_work=self.stage.widest)
         """While the last layer runs forward."""
-        self.at_loss_bytes = self._held(copied=0 if self.copies_return else layers, at_work=0)
-        """During the loss, after the last layer."""
-        others = 0 if self.stays_gathered else stage.weights - stage.root
-        self.at_embedding_bytes = self._held(copied=0, at_work=0, freed=others)
-        """When all layers' backward is done."""
-        stays_to_end = self.stays_gathered and not self.sums_whole
-        self.at_end_bytes = states.element_bytes * stage.weights if stays_to_end else 0
-        """In FSDP2's callback after backward."""
 
-    def _held(self, *, copied: int, at_work: int, freed: int = 0) -> int:
+    def _held(self, *, copied: int, at_work: int = 0, freed: int = 0) -> int:
         """Copies of `copied` weights; gathered under ZeRO-3 the root and `at_work`, under 1 and 2 all but `freed`."""
-        if not self.zero:
-            return self.copy_bytes * copied
         gathered = self.stage.root + at_work if self.zero == 3 else self.stage.weights - freed
-        return self.copy_bytes * copied + self.states.element_bytes * gathered
+        return self.copy_bytes * copied + (self.states.element_bytes * gathered if self.zero else 0)
+
+    def at_loss(self) -> int:
+        """During the loss, after the last layer."""
+        return self._held(copied=0 if self.copies_return else self.stage.layer_weights)
 
     def at_layer(self, visit: LayerVisit) -> int:
-        """Working weights while backward is at work in a layer."""
+        """While backward is at work in a layer."""
         not_done = self.stage.layer_weights - visit.done_weights
         return self._held(
             copied=self.stage.widest if self.copies_return else not_done,
@@ -89,7 +69,7 @@ class WorkingWeights:
         )
 
     def after_layer(self, visit: LayerVisit) -> int:
-        """Working weights once a layer (or its split experts) has been resharded after its backward."""
+        """Once a layer (or its split experts) has been resharded after its backward."""
         own = visit.kind.apart_weights or visit.kind.weights
         done = visit.done_weights + own
         return self._held(
@@ -98,26 +78,26 @@ class WorkingWeights:
             freed=0 if self.stays_gathered and not self.sums_whole else done,
         )
 
-    def all_gather_buffer(self, earlier_gradient_bytes: int) -> int:
-        """FSDP2's all-gather buffer in forward."""
-        if not self.zero:
-            return 0
-        own_bytes = self.states.element_bytes * self.widest_buffered
-        # Where weights stay gathered, only the first micro-batch gathers, and it has no sums of gradients beside it.
-        return max(0, own_bytes - (earlier_gradient_bytes if self.stays_gathered else 0))
+    def at_embedding(self) -> int:
+        """When all layers' backward is done."""
+        return self._held(copied=0, freed=0 if self.stays_gathered else self.stage.weights - self.stage.root)
 
-    def gathering_buffers(self, earlier_gradient_bytes: int) -> int:
+    def at_end(self) -> int:
+        """In FSDP2's callback after backward."""
+        stays_to_end = self.stays_gathered and not self.sums_whole
+        return self.states.element_bytes * self.stage.weights if stays_to_end else 0
+
+    def gathering_buffers(self) -> int:
         """All-gather buffers around the copy-out of a group: its own, and that of the group before.
 
         Where the latter is freed before the copy, the peak is just before that: the group then exists only as its own
         buffer (counted as its weights), beside the buffer before and the shard cast to 16 bits.
         """
-        own_bytes = self.all_gather_buffer(earlier_gradient_bytes)
-        if not own_bytes:
+        if not self.all_gather_bytes:
             return 0
         before_bytes = self.states.element_bytes * self.stage.widest_dense
         if not self.fsdp2.frees_buffer_before_copy:
-            return own_bytes + before_bytes
+            return self.all_gather_bytes + before_bytes
         ranks = self.states.ranks if self.expert_ranks == 1 else self.expert_ranks
         return before_bytes + self.narrowed(self.widest_buffered, ranks)
 
