@@ -12,6 +12,7 @@ fitted to rows of 131 072 to 524 288 tokens on an H200 (long_attention.csv).
 from functools import cache
 
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.rates import AttentionRates, Rates
 
@@ -29,8 +30,9 @@ def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
     return windowed_share * windowed + (1 - windowed_share) * full
 
 
-def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> PassSeconds:
-    """Attention of one layer for `tokens` queries in rows of `sequence_length`; tensor ranks split heads."""
+def layer_attention(ctx: CostContext, *, tokens: float, tensor: int) -> PassSeconds:
+    """Attention of one layer for `tokens` queries; tensor ranks split heads."""
+    spec, rates, sequence_length = ctx.workload.spec, ctx.rates, ctx.workload.sequence_length
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor

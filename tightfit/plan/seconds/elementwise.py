@@ -15,9 +15,10 @@ queries and keys, F columns of the MLP); jobs/engine.py has those of other engin
 """  # noqa: E501
 
 from tightfit.jobs.engine import Engine, Passes
+from tightfit.jobs.layout import Layout
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.products import mlp_columns, routed_share
-from tightfit.plan.seconds.rates import Rates
 
 NORM_PASSES = 2, 3
 """Passes of one more norm after a block, forward and backward."""
@@ -38,22 +39,13 @@ whole steps of 135M to 3B (memory_truth.csv: 28 to 34)."""
 class Elementwise:
     """Seconds of elementwise kernels in one layer, for one micro-batch on one rank; and in the loss."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        rates: Rates,
-        engine: Engine,
-        *,
-        tokens: float,
-        tensor: int,
-        sequence_parallel: bool,
-        number_bytes: int,
-    ) -> None:
+    def __init__(self, ctx: CostContext, layout: Layout, tokens: float) -> None:
         """`tokens` before tensor ranks split them: norms only with sequence parallelism, everything else always."""
-        width_s = tokens * number_bytes / rates.bytes_s
-        stream_s = width_s / (tensor if sequence_parallel else 1)
-        split_s = width_s / tensor
-        passes, hidden, columns = layer_passes(engine, spec), spec.hidden_size, mlp_columns(spec)
+        spec = ctx.workload.spec
+        width_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
+        stream_s = width_s / (layout.tensor if layout.sequence_parallel else 1)
+        split_s = width_s / layout.tensor
+        passes, hidden, columns = layer_passes(ctx.workload.engine, spec), spec.hidden_size, mlp_columns(spec)
 
         more_norms = 2 if spec.sandwich_norms else 0
         norms, norms_backward = (passes.stream[back] + more_norms * NORM_PASSES[back] for back in (0, 1))

@@ -31,11 +31,6 @@ ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, offload_laun
 NOTHING = Launch(0.0, 0.0)
 
 
-def host_share(layer_launch_ms: float | None) -> float:
-    """A host's time to launch a plain layer and its update, relative to the measured host's; 1 for None."""
-    return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + measured.UPDATE_MS[""])
-
-
 def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING) -> PassSeconds:
     """Host seconds of forward and backward of one micro-batch through `layers` layers, with `more` for each."""
     tiled = tiled_launches(levers)

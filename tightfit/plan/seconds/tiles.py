@@ -12,10 +12,9 @@ from functools import lru_cache
 
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.passes import PassSeconds
-from tightfit.plan.seconds.rates import Rates
 
 NARROW, WIDE = 1, 2
 """Bytes of bf16 and of float32, in units of bf16; below, those moved per weight by each step of the float32 sum."""
@@ -56,15 +55,15 @@ def second_half_is_computed_again(levers: Levers) -> bool:
     return levers.tiles > 1
 
 
-def tiled_more_s(workload: Workload, rates: Rates, layer: LayerTime, levers: Levers, *, tensor: int) -> PassSeconds:
+def tiled_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeconds:
     """Seconds that tiles add to one layer's forward and backward."""
     tiles = levers.tiles
     if tiles == 1:
         return PassSeconds()
-    spec, products, elementwise = workload.spec, layer.products, layer.elementwise
-    pieces_s = (tiles - 1) * PRODUCTS * rates.product_fixed_s
-    copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / tensor
-    copies_s = 2 * layer.tokens * copied_width * workload.weight_bytes / rates.bytes_s
+    spec, products, elementwise = ctx.workload.spec, layer.products, layer.elementwise
+    pieces_s = (tiles - 1) * PRODUCTS * ctx.rates.product_fixed_s
+    copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / layer.tensor
+    copies_s = 2 * layer.tokens * copied_width * ctx.workload.weight_bytes / ctx.rates.bytes_s
     sums_s = products.weights_once_s * (WIDENED + ADDED * (tiles - 1) + NARROWED)
     again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.rope_s
     return PassSeconds(pieces_s + copies_s, again_s + 3 * pieces_s + sums_s + 2 * copies_s)
