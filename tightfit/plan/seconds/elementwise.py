@@ -14,7 +14,7 @@ queries and keys, F columns of the MLP); jobs/engine.py has those of other engin
 | experts' biases, gathered for every row and added to gate and up | 10 F | 2 F |
 """  # noqa: E501
 
-from tightfit.jobs.engine import Engine, Passes
+from tightfit.jobs.engine import Passes
 from tightfit.jobs.layout import Layout
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.cost_context import CostContext
@@ -45,7 +45,8 @@ class Elementwise:
         width_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
         stream_s = width_s / (layout.tensor if layout.sequence_parallel else 1)
         split_s = width_s / layout.tensor
-        passes, hidden, columns = layer_passes(ctx.workload.engine, spec), spec.hidden_size, mlp_columns(spec)
+        engine, hidden, columns = ctx.workload.engine, spec.hidden_size, mlp_columns(spec)
+        passes = engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes
 
         more_norms = 2 if spec.sandwich_norms else 0
         norms, norms_backward = (passes.stream[back] + more_norms * NORM_PASSES[back] for back in (0, 1))
@@ -54,7 +55,8 @@ class Elementwise:
         activation = passes.gate if spec.gated else passes.activation
         biased = BIASED_PASSES if spec.experts is not None and spec.mlp_bias else (0, 0)
         gate_width, gate_backward_width = ((activation[back] + biased[back]) * columns for back in (0, 1))
-        routed_width = _routed_rows(spec) * hidden
+        rows_per_token = 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
+        routed_width = rows_per_token * hidden
         self.norms_s = stream_s * (hidden * norms)
         self.rope_s = split_s * heads_width
         self.gate_s = split_s * (gate_width + ROUTED_PASSES[0] * routed_width)
@@ -80,17 +82,7 @@ def _head_passes(spec: ModelSpec) -> tuple[int, int]:
     return SINK_PASSES if spec.sinks else (0, 0)
 
 
-def _routed_rows(spec: ModelSpec) -> float:
-    """Rows (token, expert) per token, averaged over the layers."""
-    return 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
-
-
 def _plain_passes(passes: Passes, spec: ModelSpec) -> float:
     """Passes over bf16 logits of the plain loss; a soft cap adds four over float32 logits in forward and two in
     backward, each as much as two over bf16."""
     return (passes.logits or LOGIT_PASSES["plain"]) + (CAP_PASSES if spec.logit_softcap else 0.0)
-
-
-def layer_passes(engine: Engine, spec: ModelSpec) -> Passes:
-    """Passes of `engine` over a layer of this family."""
-    return engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes

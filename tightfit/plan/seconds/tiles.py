@@ -7,9 +7,6 @@ with a product's fixed time. The host launches each tile's kernels: their time i
 and at eight tiles; recomputation besides (checkpointing) was measured at four.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.levers import Levers
 from tightfit.plan.seconds.cost_context import CostContext
@@ -21,6 +18,8 @@ NARROW, WIDE = 1, 2
 WIDENED, ADDED, NARROWED = NARROW + WIDE, NARROW + 2 * WIDE, WIDE + NARROW
 PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
+RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
+"""Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
 
 
 def tile_seconds(seconds: float, levers: Levers) -> list[float]:
@@ -28,26 +27,12 @@ def tile_seconds(seconds: float, levers: Levers) -> list[float]:
     return [seconds / levers.tiles] * levers.tiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class TiledLaunches:
-    """The host's milliseconds of launching one layer in tiles."""
-
-    pieces: int
-    layer: Launch
-    compared: tuple[Launch, Launch] = (LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"])
-    """Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
-
-
-def tiled_launches(levers: Levers) -> TiledLaunches | None:
-    """Launches of a layer in tiles; None for untiled layers."""
-    return None if levers.tiles == 1 else _launches_in(levers.tiles)
-
-
-@lru_cache
-def _launches_in(tiles: int) -> TiledLaunches:
+def tiled_launches(levers: Levers) -> tuple[int, Launch]:
+    """Pieces of a layer, and the host's milliseconds of launching all of them; an untiled layer is one piece."""
+    if levers.tiles == 1:
+        return 1, LAYER[""]
     few, many = LAYER["tiles=2"], LAYER["tiles=8"]
-    layer = Launch(*(a + (b - a) * (tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
-    return TiledLaunches(pieces=tiles, layer=layer)
+    return levers.tiles, Launch(*(a + (b - a) * (levers.tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
 
 
 def second_half_is_computed_again(levers: Levers) -> bool:
