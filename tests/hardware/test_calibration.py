@@ -72,9 +72,9 @@ def test_the_local_machine_counts_with_its_own_rates() -> None:
 def test_rates_are_those_that_were_measured() -> None:
     machine = replace(parse_machine("RTX4090"), calibration=MEASURED)
     costs = Costs(question("llama-3.2-1b", "RTX4090", 4096, 2).workload, machine)
-    assert costs.rates.product_flop_s == pytest.approx(150e12)
-    assert costs.rates.attention.forward_flop_s == pytest.approx(120e12)
-    assert costs.rates.bytes_s == pytest.approx(920e9)
+    assert costs.ctx.rates.product_flop_s == pytest.approx(150e12)
+    assert costs.ctx.rates.attention.forward_flop_s == pytest.approx(120e12)
+    assert costs.ctx.rates.bytes_s == pytest.approx(920e9)
     assert machine.host_copy_bytes_s == pytest.approx(25e9)
 
 

@@ -29,9 +29,9 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.models.resolve import resolve_spec
 from tightfit.plan.seconds.attention import layer_attention
+from tightfit.plan.seconds.cost_context import cost_context
 from tightfit.plan.seconds.optimizer import moved_bytes
 from tightfit.plan.seconds.products import GROUP_DEPTH, GROUP_ROWS
-from tightfit.plan.seconds.rates import card_rates
 
 BURST_TFLOP_S = 744
 
@@ -127,8 +127,7 @@ def test_attention_that_lasts(length: int) -> None:
     """For seconds on end, on the mean of the cards that measured it: they differ by five percent."""
     spec = resolve_spec("llama-3.1-8b")
     workload = Workload(spec=replace(spec, max_positions=length), sequence_length=length, global_batch=1)
-    rates = card_rates(workload, parse_machine("H200"), MEASURED)
-    said = layer_attention(workload.spec, rates, tokens=length, sequence_length=length, tensor=1)
+    said = layer_attention(cost_context(workload, parse_machine("H200")), tokens=length, tensor=1)
     found = [row for row in long_attention() if row["length"] == str(length)]
     assert {row["heads"] for row in found} == {f"{spec.heads}/{spec.kv_heads}x{spec.head_dim}"}
     assert 1e3 * said.forward_s == pytest.approx(mean(float(row["forward_ms"]) for row in found), rel=0.04)

@@ -218,7 +218,7 @@ def test_collectives_are_those_of_the_busiest_stage(stages: int, split: bool) ->
     asked = question("llama-3.1-405b", f"{stages}x2xH100-80GB", 8192, 64)
     layout = Layout(tensor=2, pipeline=stages, sequence_parallel=split, micro_batch=1)
     frame = Costs(asked.workload, asked.machine).layout_cost(layout)
-    group = frame.costs.group(1, 2)
+    group = frame.ctx.group(1, 2)
     whole_bytes = 8192 * 16384 * 2
     each_s = group.all_gather_s(whole_bytes) if split else group.all_reduce_s(whole_bytes)
     calls = [(8 if split else 4) * layers for layers in layer_counts(asked.workload.spec, 8192, stages, 1)]

@@ -80,9 +80,9 @@ def test_an_exchange_sends_all_but_its_own_part_and_copies_everything_once() -> 
     group = Group(asked.machine, stride=1, size=ranks)
     calls_s = 2 * (CALL_S + group.far_s)
     sent_s = (qkv_bytes + out_bytes) * (ranks - 1) / ranks / group.intra_bytes_s
-    copied_s = 2 * (qkv_bytes + out_bytes) / BYTES_S
     costs = Costs(asked.workload, asked.machine)
-    exchange_s = head_exchange_s(costs.group, asked.workload, Layout(context=ranks), tokens=tokens, bytes_s=BYTES_S)
+    copied_s = 2 * (qkv_bytes + out_bytes) / costs.ctx.rates.bytes_s
+    exchange_s = head_exchange_s(costs.ctx, Layout(context=ranks), tokens)
     assert exchange_s == pytest.approx(calls_s + sent_s + copied_s)
 
 

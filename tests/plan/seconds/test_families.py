@@ -43,12 +43,12 @@ def test_windows_and_caps_take_our_attention_kernel() -> None:
     windowed = replace(plain, window=4096, window_layers=tuple(range(plain.layers)))
     capped = replace(plain, attention_softcap=50.0)
     specs = {"plain": plain, "window": windowed, "cap": capped}
-    rates = {name: cost(spec, 8192).costs.rates for name, spec in specs.items()}
+    rates = {name: cost(spec, 8192).ctx.rates for name, spec in specs.items()}
     assert rates["plain"].own_attention is None
     assert rates["window"].own_attention == rates["cap"].own_attention
     assert rates["window"].own_attention is not None
     assert rates["plain"].attention.forward_flop_s > 1.2 * rates["window"].own_attention.forward_flop_s
-    assert cost(windowed, 2048).costs.rates.own_attention is None, "the window holds the row whole"
+    assert cost(windowed, 2048).ctx.rates.own_attention is None, "the window holds the row whole"
 
 
 def test_layers_of_both_kinds_take_their_own_kernels() -> None:
@@ -62,13 +62,11 @@ def test_layers_of_both_kinds_take_their_own_kernels() -> None:
 
 def test_a_small_head_leaves_multiprocessors_idle() -> None:
     """Gemma-3-270m: chunks of 1024 of 16 384 tokens, 8 × 3 tiles on 132 multiprocessors, where sums are split."""
-    share = head_filled_share(
-        resolve_spec("gemma-3-270m"), tokens=16_384, tensor=1, weight_bytes=2, multiprocessors=132
-    )
+    share = head_filled_share(resolve_spec("gemma-3-270m"), tokens=16_384, tensor=1, weight_bytes=2)
     assert share == 0.33
-    qwen = head_filled_share(resolve_spec("qwen2.5-0.5b"), tokens=16_384, tensor=1, weight_bytes=2, multiprocessors=132)
+    qwen = head_filled_share(resolve_spec("qwen2.5-0.5b"), tokens=16_384, tensor=1, weight_bytes=2)
     assert qwen == pytest.approx(12 * 4 / 132)
-    llama = head_filled_share(resolve_spec("llama-3.1-8b"), tokens=8192, tensor=1, weight_bytes=2, multiprocessors=132)
+    llama = head_filled_share(resolve_spec("llama-3.1-8b"), tokens=8192, tensor=1, weight_bytes=2)
     assert llama == 1.0
 
 
@@ -92,7 +90,7 @@ def test_routed_rows_are_gathered_and_added_up() -> None:
     routed = cost(spec, 4096).layer.elementwise
     fewer = cost(replace(spec, experts=replace(spec.experts, per_token=4, mlp_size=1536)), 4096).layer.elementwise
     bytes_each = 4 * 4096 * spec.hidden_size * 2
-    bytes_s = cost(spec, 4096).costs.rates.bytes_s
+    bytes_s = cost(spec, 4096).ctx.rates.bytes_s
     assert routed.gate_s - fewer.gate_s == pytest.approx(3 * bytes_each / bytes_s)
     assert routed.backward_s - fewer.backward_s == pytest.approx(7 * bytes_each / bytes_s)
 

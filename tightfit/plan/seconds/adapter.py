@@ -13,9 +13,9 @@ from tightfit.hardware.launches import EXPANDED, FROZEN, Launch
 from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.projections import Projection, linear_shapes
 from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.products import Products
-from tightfit.plan.seconds.rates import Rates
 
 NARROW = 3
 """Seconds of products with 16 rows, as a multiple of reading and writing their tokens (adapter_step.csv)."""
@@ -25,14 +25,16 @@ COPIES = 3
 """Tensors written and read when codes are dequantized without a fused kernel."""
 
 
-def frozen_products(workload: Workload, rates: Rates, products: Products, tokens: float) -> tuple[Products, float]:
+def frozen_products(ctx: CostContext, products: Products, tokens: float) -> tuple[Products, float]:
     """Forward `products` of a layer with adapters and dequantization, and the seconds of products in backward."""
+    workload, shapes = ctx.workload, linear_shapes(ctx.workload.spec)
     adapted = workload.adapted
     assert adapted is not None
-    shapes = linear_shapes(workload.spec)
 
-    def beyond_s(name: Projection, numbers: float) -> float:
-        return _beyond_frozen_s(adapted, name, shapes[name], workload, rates, numbers)
+    def beyond_s(name: Projection, moved_numbers: float) -> float:
+        """Seconds besides the product with the frozen matrix: dequantizing it, and what an adapter moves."""
+        moved_s = NARROW * moved_numbers * workload.weight_bytes / ctx.rates.bytes_s
+        return _expansion_s(ctx, adapted, shapes[name]) + (moved_s if name in adapted.projections else 0.0)
 
     more = {name: beyond_s(name, tokens * (inputs + 2 * outputs)) for name, (outputs, inputs) in shapes.items()}
     weights = sum(outputs * inputs for outputs, inputs in shapes.values())
@@ -48,24 +50,14 @@ def frozen_products(workload: Workload, rates: Rates, products: Products, tokens
     return forward, products.forward_s + backward_s
 
 
-def _expansion_s(adapted: Adapted, shape: tuple[int, int], element_bytes: int, rates: Rates) -> float:
+def _expansion_s(ctx: CostContext, adapted: Adapted, shape: tuple[int, int]) -> float:
     """Seconds to dequantize a matrix; 0 where it is not coded."""
     scheme, (outputs, inputs) = adapted.base.scheme, shape
     if scheme is None:
         return 0.0
     is_read = scheme.is_read_packed(inputs) or scheme.is_read_with_outliers(outputs, inputs)
     passes, slower = (1, EXPANDING) if is_read else (COPIES * 2, 1)
-    return slower * outputs * inputs * (scheme.bits / 8 + passes * element_bytes) / rates.bytes_s
-
-
-def _beyond_frozen_s(
-    adapted: Adapted, name: Projection, shape: tuple[int, int], workload: Workload, rates: Rates, numbers: float
-) -> float:
-    """Seconds besides the product with the frozen matrix: dequantizing it, and `numbers` moved by an adapter."""
-    expanded_s = _expansion_s(adapted, shape, workload.weight_bytes, rates)
-    if name not in adapted.projections:
-        return expanded_s
-    return expanded_s + NARROW * numbers * workload.weight_bytes / rates.bytes_s
+    return slower * outputs * inputs * (scheme.bits / 8 + passes * ctx.workload.weight_bytes) / ctx.rates.bytes_s
 
 
 def adapter_launch(workload: Workload) -> Launch:
@@ -78,7 +70,8 @@ def adapter_launch(workload: Workload) -> Launch:
     return Launch(*(own * each + coded * more for each, more in zip(FROZEN, EXPANDED, strict=True)))
 
 
-def adapter_params(adapted: Adapted, workload: Workload) -> RankParams:
+def adapter_params(workload: Workload) -> RankParams:
     """The parameters that a rank updates and reduces over data ranks: the adapters'."""
-    own = float(adapted.params(workload.spec))
+    assert workload.adapted is not None
+    own = float(workload.adapted.params(workload.spec))
     return RankParams(dense=own, experts=0.0, root=0.0, owned=own, owned_embedding=0.0, owned_ends=0.0)

@@ -12,8 +12,9 @@ fitted to rows of 131 072 to 524 288 tokens on an H200 (long_attention.csv).
 from functools import cache
 
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.passes import PassSeconds
-from tightfit.plan.seconds.rates import AttentionRates, Rates
+from tightfit.plan.seconds.rates import Rates
 
 BACKWARD_WORK = 2.5
 L2_BYTES = 50e6
@@ -24,41 +25,35 @@ MISSED_MORE = 0.22
 @cache
 def attention_pairs(spec: ModelSpec, sequence_length: int) -> float:
     """Pairs (query, key) of one row in the average layer: T²/2, fewer in layers with a window."""
-    full, windowed = sequence_length**2 / 2, _windowed_pairs(spec, sequence_length)
+    return sum(share * pairs for share, pairs in _row_pairs(spec, sequence_length))
+
+
+@cache
+def _row_pairs(spec: ModelSpec, sequence_length: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(share of layers, pairs of one row) of layers with the model's window, and of the others."""
+    window = min(spec.window or sequence_length, sequence_length)
     windowed_share = len(spec.window_layers) / spec.layers
-    return windowed_share * windowed + (1 - windowed_share) * full
+    windowed_pairs = window * sequence_length - window**2 / 2
+    return (windowed_share, windowed_pairs), (1 - windowed_share, sequence_length**2 / 2)
 
 
-def layer_attention(spec: ModelSpec, rates: Rates, *, tokens: float, sequence_length: int, tensor: int) -> PassSeconds:
-    """Attention of one layer for `tokens` queries in rows of `sequence_length`; tensor ranks split heads."""
+def layer_attention(ctx: CostContext, *, tokens: float, tensor: int) -> PassSeconds:
+    """Attention of one layer for `tokens` queries; tensor ranks split heads."""
+    spec, rates, sequence_length = ctx.workload.spec, ctx.rates, ctx.workload.sequence_length
     if rates.score_passes[0]:
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
     missed = max(0.0, 1 - L2_BYTES / (4 * sequence_length * spec.head_dim))
     forward_s = backward_s = 0.0
-    for share, row_pairs, kernel in _kernels(spec, rates, sequence_length):
+    own = rates.own_attention or rates.attention
+    kernels = own, own if spec.attention_softcap is not None else rates.attention
+    for kernel, (share, row_pairs) in zip(kernels, _row_pairs(spec, sequence_length), strict=True):
         pairs = tokens / sequence_length * row_pairs
         forward_flops = pair_flops * (pairs + tokens * kernel.forward_token_keys / 2)
         backward_flops = BACKWARD_WORK * pair_flops * (pairs + tokens * kernel.backward_token_keys / 2)
         forward_s += share * forward_flops / kernel.forward_flop_s * (1 + MISSED_MORE * missed)
         backward_s += share * backward_flops / kernel.backward_flop_s
     return PassSeconds(forward_s, backward_s)
-
-
-def _kernels(spec: ModelSpec, rates: Rates, sequence_length: int) -> list[tuple[float, float, AttentionRates]]:
-    """For windowed layers and for the others: their share of layers, pairs of one row, and the kernel they use."""
-    usual, own = rates.attention, rates.own_attention or rates.attention
-    windowed_share = len(spec.window_layers) / spec.layers
-    return [
-        (windowed_share, _windowed_pairs(spec, sequence_length), own),
-        (1 - windowed_share, sequence_length**2 / 2, own if spec.attention_softcap is not None else usual),
-    ]
-
-
-def _windowed_pairs(spec: ModelSpec, sequence_length: int) -> float:
-    """Pairs of one row in a layer with the model's window."""
-    window = min(spec.window or sequence_length, sequence_length)
-    return window * sequence_length - window**2 / 2
 
 
 def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> PassSeconds:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.workload import Workload
-from tightfit.plan.seconds.groups import MakeGroup
-from tightfit.plan.seconds.passes import with_contention_s
+from tightfit.plan.seconds.cost_context import CostContext
+from tightfit.plan.seconds.layer import LayerTime
+from tightfit.plan.seconds.passes import PassSeconds, with_contention_s
 
 MERGE_BYTES = 2 * 4 + 2
 """Bytes per number that is merged: the sum read and written in float32, and the addend in 16 bits."""
@@ -66,28 +67,36 @@ def exchanged_numbers(workload: Workload, layout: Layout, tokens: float) -> tupl
     return own_tokens * spec.query_size / heads_ranks, own_tokens * 2 * kv_heads * spec.head_dim
 
 
-def head_exchange_s(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> float:
+def layer_context_s(ctx: CostContext, layout: Layout, layer: LayerTime) -> PassSeconds:
+    """Seconds of one layer's exchange of heads and ring."""
+    exchange_s, ring = head_exchange_s(ctx, layout, layer.tokens), context_ring(ctx, layout, layer.tokens)
+    return PassSeconds(
+        exchange_s + ring.forward_s(layer.attention.forward_s), exchange_s + ring.backward_s(layer.attention.backward_s)
+    )
+
+
+def head_exchange_s(ctx: CostContext, layout: Layout, tokens: float) -> float:
     """Seconds of the exchange of heads for `tokens` tokens in forward; backward takes as much."""
     if layout.ulysses_ranks == 1:
         return 0.0
-    query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
-    ranks = group(layout.tensor, layout.ulysses_ranks)
-    qkv_bytes = (query_numbers + key_numbers) * workload.weight_bytes
-    out_bytes = query_numbers * workload.weight_bytes
+    query_numbers, key_numbers = exchanged_numbers(ctx.workload, layout, tokens)
+    ranks = ctx.group(layout.tensor, layout.ulysses_ranks)
+    qkv_bytes = (query_numbers + key_numbers) * ctx.workload.weight_bytes
+    out_bytes = query_numbers * ctx.workload.weight_bytes
     sent_s = ranks.all_to_all_s(qkv_bytes) + ranks.all_to_all_s(out_bytes)
     sorted_bytes = 2 * (qkv_bytes + out_bytes)  # read and written
-    return sent_s + sorted_bytes / bytes_s
+    return sent_s + sorted_bytes / ctx.rates.bytes_s
 
 
-def context_ring(group: MakeGroup, workload: Workload, layout: Layout, *, tokens: float, bytes_s: float) -> Ring:
+def context_ring(ctx: CostContext, layout: Layout, tokens: float) -> Ring:
     """The ring of context ranks, each with `tokens` tokens."""
-    query_numbers, key_numbers = exchanged_numbers(workload, layout, tokens)
-    ranks = group(layout.tensor * layout.ulysses_ranks, layout.ring)
+    query_numbers, key_numbers = exchanged_numbers(ctx.workload, layout, tokens)
+    ranks = ctx.group(layout.tensor * layout.ulysses_ranks, layout.ring)
     return Ring(
         ranks=layout.ring,
-        send_s=ranks.send_s(key_numbers * workload.weight_bytes),
+        send_s=ranks.send_s(key_numbers * ctx.workload.weight_bytes),
         gradient_send_s=ranks.send_s(key_numbers * FLOAT32_BYTES),
         query_numbers=query_numbers,
         key_numbers=key_numbers,
-        bytes_s=bytes_s,
+        bytes_s=ctx.rates.bytes_s,
     )

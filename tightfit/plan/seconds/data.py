@@ -14,8 +14,7 @@ Hybrid sharding (`shard_inside`): an all-reduce of shards over the copies once a
 """
 
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.workload import Workload
-from tightfit.plan.seconds.groups import MakeGroup
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.passes import exposed_s
 
@@ -23,14 +22,13 @@ from tightfit.plan.seconds.passes import exposed_s
 class DataTraffic:
     """Seconds of each kind of collective over all parameters of a rank."""
 
-    def __init__(
-        self, group: MakeGroup, workload: Workload, layout: Layout, params: RankParams, *, layers: int, bytes_s: float
-    ) -> None:
-        """A rank with `layers` layers, on a card that copies `bytes_s` bytes a second."""
-        shards, engine, weight_bytes = layout.zero_ranks, workload.engine, workload.weight_bytes
-        dense_group = group(layout.tensor, shards)
-        expert_group = group(layout.tensor * layout.expert, max(1, shards // layout.expert))
-        copies_group = group(layout.ranks // layout.pipeline // layout.zero_groups, layout.zero_groups)
+    def __init__(self, ctx: CostContext, layout: Layout, params: RankParams, *, layers: int) -> None:
+        """A rank with `layers` layers."""
+        workload, shards = ctx.workload, layout.zero_ranks
+        engine, weight_bytes = workload.engine, workload.weight_bytes
+        dense_group = ctx.group(layout.tensor, shards)
+        expert_group = ctx.group(layout.tensor * layout.expert, max(1, shards // layout.expert))
+        copies_group = ctx.group(layout.ranks // layout.pipeline // layout.zero_groups, layout.zero_groups)
         reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
         self.root_share = params.root_share
         self.overlaps_gradients = engine.overlaps_gradients
@@ -47,7 +45,7 @@ class DataTraffic:
         summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
         summed_s = dense_group.all_reduce_s(params.dense * summed_bytes / calls)
         summed_s += expert_group.all_reduce_s(params.experts * summed_bytes / calls) if params.experts else 0.0
-        byte_each_s = params.all / bytes_s
+        byte_each_s = params.all / ctx.rates.bytes_s
         self.gather_s = gathered_s(weight_bytes)
         self.reduce_s = gathered_s(reduced_bytes)
         self.all_reduce_s = calls * summed_s

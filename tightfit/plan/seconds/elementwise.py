@@ -14,10 +14,11 @@ queries and keys, F columns of the MLP); jobs/engine.py has those of other engin
 | experts' biases, gathered for every row and added to gate and up | 10 F | 2 F |
 """  # noqa: E501
 
-from tightfit.jobs.engine import Engine, Passes
+from tightfit.jobs.engine import Passes
+from tightfit.jobs.layout import Layout
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.products import mlp_columns, routed_share
-from tightfit.plan.seconds.rates import Rates
 
 NORM_PASSES = 2, 3
 """Passes of one more norm after a block, forward and backward."""
@@ -38,22 +39,14 @@ whole steps of 135M to 3B (memory_truth.csv: 28 to 34)."""
 class Elementwise:
     """Seconds of elementwise kernels in one layer, for one micro-batch on one rank; and in the loss."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        rates: Rates,
-        engine: Engine,
-        *,
-        tokens: float,
-        tensor: int,
-        sequence_parallel: bool,
-        number_bytes: int,
-    ) -> None:
+    def __init__(self, ctx: CostContext, layout: Layout, tokens: float) -> None:
         """`tokens` before tensor ranks split them: norms only with sequence parallelism, everything else always."""
-        width_s = tokens * number_bytes / rates.bytes_s
-        stream_s = width_s / (tensor if sequence_parallel else 1)
-        split_s = width_s / tensor
-        passes, hidden, columns = layer_passes(engine, spec), spec.hidden_size, mlp_columns(spec)
+        spec = ctx.workload.spec
+        width_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
+        stream_s = width_s / (layout.tensor if layout.sequence_parallel else 1)
+        split_s = width_s / layout.tensor
+        engine, hidden, columns = ctx.workload.engine, spec.hidden_size, mlp_columns(spec)
+        passes = engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes
 
         more_norms = 2 if spec.sandwich_norms else 0
         norms, norms_backward = (passes.stream[back] + more_norms * NORM_PASSES[back] for back in (0, 1))
@@ -62,7 +55,8 @@ class Elementwise:
         activation = passes.gate if spec.gated else passes.activation
         biased = BIASED_PASSES if spec.experts is not None and spec.mlp_bias else (0, 0)
         gate_width, gate_backward_width = ((activation[back] + biased[back]) * columns for back in (0, 1))
-        routed_width = _routed_rows(spec) * hidden
+        rows_per_token = 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
+        routed_width = rows_per_token * hidden
         self.norms_s = stream_s * (hidden * norms)
         self.rope_s = split_s * heads_width
         self.gate_s = split_s * (gate_width + ROUTED_PASSES[0] * routed_width)
@@ -88,17 +82,7 @@ def _head_passes(spec: ModelSpec) -> tuple[int, int]:
     return SINK_PASSES if spec.sinks else (0, 0)
 
 
-def _routed_rows(spec: ModelSpec) -> float:
-    """Rows (token, expert) per token, averaged over the layers."""
-    return 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
-
-
 def _plain_passes(passes: Passes, spec: ModelSpec) -> float:
     """Passes over bf16 logits of the plain loss; a soft cap adds four over float32 logits in forward and two in
     backward, each as much as two over bf16."""
     return (passes.logits or LOGIT_PASSES["plain"]) + (CAP_PASSES if spec.logit_softcap else 0.0)
-
-
-def layer_passes(engine: Engine, spec: ModelSpec) -> Passes:
-    """Passes of `engine` over a layer of this family."""
-    return engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes

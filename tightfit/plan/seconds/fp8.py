@@ -11,12 +11,10 @@
 With a scale per row, products for weights' gradients stay in bf16. One more pass adds the MLP's two input gradients.
 """
 
-from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.launches import LAYER, Launch
-from tightfit.hardware.machine import Machine
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import mlp_columns
@@ -29,22 +27,19 @@ def fp8_launch(levers: Levers) -> Launch | None:
     return None if levers.matmul == "native" else LAYER[f"matmul={levers.matmul}"]
 
 
-def fp8_more_s(
-    workload: Workload, machine: Machine, efficiency: Efficiency, layer: LayerTime, levers: Levers, *, tensor: int
-) -> PassSeconds:
+def fp8_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeconds:
     """Seconds that fp8 adds to one layer's forward and backward, mostly below zero; 0 on a card without fp8 units."""
-    spec, peaks = workload.spec, machine.accelerator.rates
+    spec, peaks, efficiency = ctx.workload.spec, ctx.machine.accelerator.rates, ctx.efficiency
     if levers.matmul == "native" or not peaks.fp8 or not peaks.bf16:
         return PassSeconds()
     per_row = levers.matmul == "fp8-row"
-    bytes_s = machine.accelerator.bandwidth_gb_s * 1e9 * efficiency.bandwidth
     bf16_flops = peaks.bf16 * efficiency.narrow.products
     fp8_flops = peaks.fp8 * (efficiency.fp8_row if per_row else efficiency.fp8_tensor)
     saved_share = 1 - bf16_flops / fp8_flops
     weight_gradients_saved = 0.0 if per_row else 1 - bf16_flops / (peaks.fp8 * efficiency.fp8_tensor_wide)
-    forward_bytes, backward_bytes = _coded_bytes(spec, mlp_columns(spec) / tensor, layer.tokens, per_row=per_row)
-    codes_bytes_s = bytes_s * efficiency.codes / workload.engine.code_share
-    sum_s = SUM_BYTES * layer.tokens * spec.hidden_size / bytes_s
+    forward_bytes, backward_bytes = _coded_bytes(spec, mlp_columns(spec) / layer.tensor, layer.tokens, per_row=per_row)
+    codes_bytes_s = ctx.rates.bytes_s * efficiency.codes / ctx.workload.engine.code_share
+    sum_s = SUM_BYTES * layer.tokens * spec.hidden_size / ctx.rates.bytes_s
     products_s = layer.products.forward_s
     forward_s = forward_bytes / codes_bytes_s - saved_share * products_s
     backward_s = backward_bytes / codes_bytes_s + sum_s - (saved_share + weight_gradients_saved) * products_s

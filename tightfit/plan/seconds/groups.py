@@ -8,7 +8,6 @@ Ring collectives have the latency of one hop per member, trees of two per doubli
 """
 
 import math
-from collections.abc import Callable
 
 from tightfit.hardware.links import CALL_US
 from tightfit.hardware.machine import Machine
@@ -69,7 +68,3 @@ class Group:
         if self.size == 1:
             return 0.0
         return self.far_s + payload_bytes / (self.intra_bytes_s if self.local == self.size else self.inter_bytes_s)
-
-
-MakeGroup = Callable[[int, int], Group]
-"""From (stride, size) to a Group."""

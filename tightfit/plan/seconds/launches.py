@@ -18,7 +18,7 @@ from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
-from tightfit.plan.seconds.tiles import TiledLaunches, tiled_launches
+from tightfit.plan.seconds.tiles import RECOMPUTED_TILES, tiled_launches
 
 PLAIN = measured.LAYER[""]
 RECOMPUTED = {
@@ -31,16 +31,9 @@ ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, offload_laun
 NOTHING = Launch(0.0, 0.0)
 
 
-def host_share(layer_launch_ms: float | None) -> float:
-    """A host's time to launch a plain layer and its update, relative to the measured host's; 1 for None."""
-    return 1.0 if layer_launch_ms is None else layer_launch_ms / (sum(PLAIN) + measured.UPDATE_MS[""])
-
-
 def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING) -> PassSeconds:
     """Host seconds of forward and backward of one micro-batch through `layers` layers, with `more` for each."""
-    tiled = tiled_launches(levers)
-    forward_ms, backward_ms = PLAIN if tiled is None else tiled.layer
-    pieces = 1 if tiled is None else tiled.pieces
+    pieces, (forward_ms, backward_ms) = tiled_launches(levers)
     parts = [*_beyond_llama(spec, pieces), (pieces, more)]
     more_forward_ms = sum(count * launch.forward_ms for count, launch in parts)
     more_backward_ms = sum(count * launch.backward_ms for count, launch in parts)
@@ -48,7 +41,7 @@ def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec,
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
         backward_ms += _matrices(spec) * measured.MATRIX_UPDATE_MS
-    for share, longer, base in _additions(levers, recompute, tiled):
+    for share, longer, base in _additions(levers, recompute, is_tiled=pieces > 1):
         forward_ms += share * (longer.forward_ms - base.forward_ms)
         backward_ms += share * (longer.backward_ms - base.backward_ms)
     rest = measured.REST
@@ -91,13 +84,10 @@ def _biases(spec: ModelSpec) -> int:
     return 3 * spec.qkv_bias + spec.output_bias + (3 if spec.gated else 2) * spec.mlp_bias
 
 
-def _additions(
-    levers: Levers, recompute: Recompute, tiled: TiledLaunches | None
-) -> Iterator[tuple[float, Launch, Launch]]:
+def _additions(levers: Levers, recompute: Recompute, *, is_tiled: bool) -> Iterator[tuple[float, Launch, Launch]]:
     """(share of layers, launches, base): that share of layers takes launches − base longer."""
     for level, share in recompute.shares:
-        more, base = (RECOMPUTED[level], PLAIN) if tiled is None else tiled.compared
-        yield share, more, base
+        yield share, *(RECOMPUTED_TILES if is_tiled else (RECOMPUTED[level], PLAIN))
     for added in ADDED:
         if (launch := added(levers)) is not None:
             yield 1.0, launch, PLAIN

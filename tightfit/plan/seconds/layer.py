@@ -1,52 +1,40 @@
 """LayerTime: one micro-batch's seconds in one layer and in the head, on one of the tensor and context ranks."""
 
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.workload import Workload
 from tightfit.plan.seconds.adapter import frozen_products
 from tightfit.plan.seconds.attention import layer_attention
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.elementwise import Elementwise
 from tightfit.plan.seconds.products import head_filled_share, head_forward_s, layer_products
-from tightfit.plan.seconds.rates import Rates
 
 UNALIGNED = 2
 """Slowdown of products whose rows are not aligned: GPT-2's 50 257 logits (family_truth.csv, its plain loss)."""
 ALIGNED_BYTES = 16
-MULTIPROCESSORS = 132
-"""Of an H100 and an H200; cards of other generations have 80 to 150."""
 
 
 class LayerTime:
     """Seconds of one micro-batch on one rank."""
 
-    def __init__(self, workload: Workload, rates: Rates, layout: Layout) -> None:
+    def __init__(self, ctx: CostContext, layout: Layout) -> None:
         """One micro-batch of `layout`."""
-        spec, tensor, number_bytes = workload.spec, layout.tensor, workload.weight_bytes
+        workload = ctx.workload
+        self.tensor = tensor = layout.tensor
         self.tokens = tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
-        self.products = layer_products(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=number_bytes)
+        self.products = layer_products(ctx, tokens=tokens, tensor=tensor)
         self.frozen_backward_s: float | None = None
         """Seconds of a layer's products in backward where its weights are frozen: gradients of inputs only."""
         if workload.adapted is not None:
-            self.products, self.frozen_backward_s = frozen_products(workload, rates, self.products, tokens)
-        self.attention = layer_attention(
-            spec, rates, tokens=tokens, sequence_length=workload.sequence_length, tensor=tensor
-        )
-        self.elementwise = Elementwise(
-            spec,
-            rates,
-            workload.engine,
-            tokens=tokens,
-            tensor=tensor,
-            sequence_parallel=layout.sequence_parallel,
-            number_bytes=number_bytes,
-        )
-        self.head_forward_s = head_forward_s(spec, rates, tokens=tokens, tensor=tensor, weight_bytes=number_bytes)
+            self.products, self.frozen_backward_s = frozen_products(ctx, self.products, tokens)
+        self.attention = layer_attention(ctx, tokens=tokens, tensor=tensor)
+        self.elementwise = Elementwise(ctx, layout, tokens)
+        self.head_forward_s = head_forward_s(ctx, tokens=tokens, tensor=tensor)
         self.head_filled_share = 1.0
         """Share of busy multiprocessors in the product of the head's input gradient (fused loss, 16 bits)."""
         if workload.precision != "fp32" and workload.engine.passes.logits is None:
             self.head_filled_share = head_filled_share(
-                spec, tokens=tokens, tensor=tensor, weight_bytes=number_bytes, multiprocessors=MULTIPROCESSORS
+                workload.spec, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes
             )
-        self.rows_aligned = spec.vocab_size // tensor * number_bytes % ALIGNED_BYTES == 0
+        self.rows_aligned = workload.spec.vocab_size // tensor * workload.weight_bytes % ALIGNED_BYTES == 0
         """Whether rows of logits begin at multiples of 16 bytes."""
 
     @property

@@ -18,14 +18,11 @@ meanwhile, except for copies that need no kernel on arrival: checkpoints, and we
 
 from dataclasses import dataclass
 
-from tightfit.hardware.efficiency import Efficiency
 from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, Launch
-from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import state_format
-from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import (
     IN_FLIGHT_BYTES,
     MASTER_SLOTS,
@@ -35,12 +32,11 @@ from tightfit.levers.policy.offload import (
     offloads_weights,
 )
 from tightfit.memory.formulas.states import kept_weights, offloaded_bytes, passing_bytes
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.long_kernels import LongKernels
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import layer_linears
-
-NO_LAUNCHES = PassSeconds()
 
 
 def offload_launch(levers: Levers) -> Launch | None:
@@ -49,13 +45,30 @@ def offload_launch(levers: Levers) -> Launch | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateTraffic:
+    """Link seconds of states that are copied during forward, during backward, and after it."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    after_s: float = 0.0
+    ahead_s: float = 0.0
+    """Seconds of copies in that the staging ring can hold while no update runs."""
+    deferred_share: float = 0.0
+    """Share of the layers, from the last back, whose states are copied in the next forward pass."""
+    head_s: float = 0.0
+    """Link seconds of an output projection whose gradient alone exceeds IN_FLIGHT_BYTES: compute waits for its update
+    before another update is sent."""
+
+
+NO_STATES, NO_LAUNCHES = StateTraffic(), PassSeconds()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadTime:
     """Seconds that a step waits for one rank's link to the host."""
 
-    workload: Workload
-    machine: Machine
+    ctx: CostContext
     layout: Layout
-    efficiency: Efficiency
     params: RankParams
     micro_batches: int
 
@@ -67,57 +80,71 @@ class OffloadTime:
         passes: PassSeconds,
         kernels: LongKernels,
         launches: PassSeconds = NO_LAUNCHES,
-        host_share: float = 1.0,
     ) -> float:
         """Exposed seconds of a step; each micro-batch offloads `checkpoint_bytes`.
 
         `passes` are a micro-batch's seconds on the card, which hide copies; `kernels` its long kernels, during which
-        the link may stall; `launches` the host's seconds of launching it.
+        the link may stall; `launches` the host's seconds of launching it. States pass with one micro-batch of a step.
         """
-        sent_bytes = checkpoint_bytes
-        if levers.checkpoint_host_bytes is not None:
-            sent_bytes = min(checkpoint_bytes, levers.checkpoint_host_bytes)
-        checkpoints_s = sent_bytes / self._one_way_bytes_s if levers.offload_checkpoints else 0.0
-        weights, casts_masters = self._weights(levers), offloads_weights(levers) and self.workload.has_masters
-        cast = weights if casts_masters else PassSeconds()
-        moving = self._moving(passes, kernels, casts_masters=casts_masters)
-        forward_link_s, backward_link_s = max(checkpoints_s, weights.forward_s), checkpoints_s + weights.backward_s
-        left_s = max(0.0, forward_link_s - passes.forward_s, cast.forward_s - moving.forward_s)
-        left_s += max(0.0, backward_link_s - passes.backward_s, cast.backward_s - moving.backward_s)
+        checkpoints_s = self._checkpoints_s(levers, checkpoint_bytes)
+        left_s = self._left_s(levers, checkpoints_s, passes, kernels, NO_STATES, NO_LAUNCHES)
         if not offloads_states(levers):
             return self.micro_batches * left_s
-        states, queued = self._states(levers), self.queued(levers)
+        queued, share = self.queued(levers), self.ctx.host_share
+        host = PassSeconds(
+            launches.forward_s + share * queued.forward_s, launches.backward_s + share * queued.backward_s
+        )
+        with_states_s = self._left_s(levers, checkpoints_s, passes, kernels, self._states(levers), host)
+        return (self.micro_batches - 1) * left_s + with_states_s
+
+    def _left_s(
+        self,
+        levers: Levers,
+        checkpoints_s: float,
+        passes: PassSeconds,
+        kernels: LongKernels,
+        states: StateTraffic,
+        host: PassSeconds,
+    ) -> float:
+        """Seconds that one micro-batch with `states` waits for the link, for the kernels that update and cast between
+        the layers' long ones, or for the host, which takes `host` to launch and queue."""
+        weights = self._weights(levers)
+        casts_masters = offloads_weights(levers) and self.ctx.workload.has_masters
+        cast = weights if casts_masters else PassSeconds()
         moving = self._moving(passes, kernels, casts_masters=casts_masters, states=states)
-        forward_host_s = launches.forward_s + host_share * queued.forward_s
-        backward_host_s = launches.backward_s + host_share * queued.backward_s
         forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
         backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
         sent_backward_s = (1 - states.deferred_share) * moving.backward_s  # after the deferred last layers
-        with_states_s = (
-            max(
-                0.0,
-                max(forward_link_s, forward_host_s) - passes.forward_s,
-                cast.forward_s + states.forward_s - moving.forward_s,
-            )
-            + max(
-                0.0,
-                max(backward_link_s, backward_host_s) - passes.backward_s,
-                cast.backward_s + states.backward_s - moving.backward_s,
-                states.backward_s - sent_backward_s,
-                states.head_s - states.deferred_share * moving.backward_s,
-            )
-            + states.after_s
+        forward_left_s = max(
+            0.0,
+            max(forward_link_s, host.forward_s) - passes.forward_s,
+            cast.forward_s + states.forward_s - moving.forward_s,
         )
-        return (self.micro_batches - 1) * left_s + with_states_s
+        backward_left_s = max(
+            0.0,
+            max(backward_link_s, host.backward_s) - passes.backward_s,
+            cast.backward_s + states.backward_s - moving.backward_s,
+            states.backward_s - sent_backward_s,
+            states.head_s - states.deferred_share * moving.backward_s,
+        )
+        return forward_left_s + backward_left_s + states.after_s
+
+    def _checkpoints_s(self, levers: Levers, checkpoint_bytes: float) -> float:
+        """Seconds to copy a micro-batch's checkpoints one way."""
+        if not levers.offload_checkpoints:
+            return 0.0
+        limit_bytes = levers.checkpoint_host_bytes
+        sent_bytes = checkpoint_bytes if limit_bytes is None else min(checkpoint_bytes, limit_bytes)
+        return sent_bytes / self._one_way_bytes_s
 
     def _moving(
-        self, passes: PassSeconds, kernels: LongKernels, *, casts_masters: bool, states: "_StateTraffic | None" = None
+        self, passes: PassSeconds, kernels: LongKernels, *, casts_masters: bool, states: StateTraffic = NO_STATES
     ) -> PassSeconds:
         """Seconds of each pass in which the link moves states and masters: all but its stalls."""
         ahead_s = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES / self._one_way_bytes_s if casts_masters else 0.0
         still = kernels.still(
-            forward_ahead_s=max(ahead_s, states.ahead_s) if states and states.forward_s else ahead_s,
-            backward_ahead_s=max(ahead_s, states.ahead_s) if states and states.backward_s else ahead_s,
+            forward_ahead_s=max(ahead_s, states.ahead_s) if states.forward_s else ahead_s,
+            backward_ahead_s=max(ahead_s, states.ahead_s) if states.backward_s else ahead_s,
         )
         return PassSeconds(max(0.0, passes.forward_s - still.forward_s), max(0.0, passes.backward_s - still.backward_s))
 
@@ -133,7 +160,7 @@ class OffloadTime:
     @property
     def _pieces(self) -> float:
         """Pieces of the layers' states on this rank; every matrix has at least one."""
-        spec, params = self.workload.spec, self.params
+        spec, params = self.ctx.workload.spec, self.params
         owned_share = params.owned / params.all
         linears = layer_linears(spec)
         matrices = (linears.queries, linears.keys_values, linears.output, linears.up, linears.down)
@@ -145,20 +172,20 @@ class OffloadTime:
 
     @property
     def _one_way_bytes_s(self) -> float:
-        return self.machine.host_copy_bytes_s
+        return self.ctx.machine.host_copy_bytes_s
 
     def _weights(self, levers: Levers) -> PassSeconds:
         """Seconds to fetch the layers' weights, or their masters, for forward, and again for backward."""
         if not offloads_weights(levers):
             return PassSeconds()
-        workload = self.workload
+        workload = self.ctx.workload
         each_bytes = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes
         layers = min(self._offloaded(levers), self.params.owned - self.params.owned_ends)
         copied_s = layers * each_bytes / self._one_way_bytes_s
-        beside_states_s = copied_s / self.efficiency.link_both_ways  # which leave while weights come
+        beside_states_s = copied_s / self.ctx.efficiency.link_both_ways  # which leave while weights come
         return PassSeconds(copied_s, beside_states_s if levers.update_in_backward else copied_s)
 
-    def _states(self, levers: Levers) -> "_StateTraffic":
+    def _states(self, levers: Levers) -> StateTraffic:
         """Link seconds of offloaded states by when they are copied: the embedding's after backward, deferred ones in
         the next forward pass, all others in backward."""
         offloaded = self._offloaded(levers)
@@ -168,15 +195,15 @@ class OffloadTime:
         ahead_s = STATE_SLOTS / 2 * PIECE_ELEMENTS * each_s  # the other half of the ring is on its way out
         if not levers.update_in_backward:
             forward_s, last_s = max(0.0, offloaded - embedding) * each_s, min(offloaded, embedding) * each_s
-            return _StateTraffic(forward_s=forward_s, backward_s=0.0, after_s=last_s, ahead_s=ahead_s)
+            return StateTraffic(forward_s=forward_s, after_s=last_s, ahead_s=ahead_s)
         waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
-        updated_bytes = FLOAT32_BYTES if self.workload.updates_wide else self.workload.weight_bytes
+        updated_bytes = FLOAT32_BYTES if self.ctx.workload.updates_wide else self.ctx.workload.weight_bytes
         last = min(offloaded, embedding)
         deferred = min(offloaded - last, waiting_bytes / updated_bytes)  # levers/offload.py chooses them by these bytes
         in_layers = max(1.0, self.params.owned - self.params.owned_ends)
         head = min(offloaded - deferred - last, max(0.0, self.params.owned_ends - self.params.owned_embedding))
-        is_large = head * self.workload.weight_bytes > IN_FLIGHT_BYTES
-        return _StateTraffic(
+        is_large = head * self.ctx.workload.weight_bytes > IN_FLIGHT_BYTES
+        return StateTraffic(
             forward_s=deferred * each_s,
             backward_s=(offloaded - deferred - last) * each_s,
             after_s=last * each_s,
@@ -188,38 +215,22 @@ class OffloadTime:
     def _states_s(self, levers: Levers, offloaded: float) -> float:
         """Seconds of a step's states: copies both ways or, where the host updates them, its AdamW or its copies of
         gradients and weights, whichever takes longer."""
-        both_ways_bytes_s = self._one_way_bytes_s * self.efficiency.link_both_ways
-        on_gpu_s = offloaded * passing_bytes(self.workload, levers) / both_ways_bytes_s
+        both_ways_bytes_s = self._one_way_bytes_s * self.ctx.efficiency.link_both_ways
+        on_gpu_s = offloaded * passing_bytes(self.ctx.workload, levers) / both_ways_bytes_s
         if not self._host_can_update(levers):
             return on_gpu_s
-        ranks_on_host = min(self.machine.per_node, self.layout.ranks)
-        host_adam_s = offloaded * ranks_on_host / self.efficiency.host_adam_params_s
+        ranks_on_host = min(self.ctx.machine.per_node, self.layout.ranks)
+        host_adam_s = offloaded * ranks_on_host / self.ctx.efficiency.host_adam_params_s
         on_host_s = max(offloaded * FLOAT32_BYTES / self._one_way_bytes_s, host_adam_s)
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
 
     def _host_can_update(self, levers: Levers) -> bool:
-        wide = self.workload.has_masters and state_format(levers, wide=True) == "fp32"
+        wide = self.ctx.workload.has_masters and state_format(levers, wide=True) == "fp32"
         return levers.offload_update != "gpu" and wide
 
     def _offloaded(self, levers: Levers) -> float:
         """This rank's weights whose states are on the host."""
-        owned, workload = self.params.owned, self.workload
+        owned, workload = self.params.owned, self.ctx.workload
         if not levers.offload_keep_bytes:
             return owned
         return owned - kept_weights(workload, self.layout, levers, int(owned), offloaded_bytes(workload, levers))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StateTraffic:
-    """Link seconds of states that are copied during forward, during backward, and after it."""
-
-    forward_s: float
-    backward_s: float
-    after_s: float
-    ahead_s: float
-    """Seconds of copies in that the staging ring can hold while no update runs."""
-    deferred_share: float = 0.0
-    """Share of the layers, from the last back, whose states are copied in the next forward pass."""
-    head_s: float = 0.0
-    """Link seconds of an output projection whose gradient alone exceeds IN_FLIGHT_BYTES: compute waits for its update
-    before another update is sent."""

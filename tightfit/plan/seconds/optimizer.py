@@ -8,33 +8,26 @@ torch operations, each of which reads and writes float32 numbers. Updates of sta
 overlap with their copies, which take far longer.
 """
 
-from tightfit.hardware.efficiency import Efficiency
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import is_torch_adamw, moment_bytes, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import offloads_states
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.parameters import RankParams
 
 
-def update_s(
-    workload: Workload,
-    layout: Layout,
-    levers: Levers,
-    params: RankParams,
-    efficiency: Efficiency,
-    *,
-    micro_batches: int,
-    bytes_s: float,
-) -> float:
+def update_s(ctx: CostContext, layout: Layout, levers: Levers, params: RankParams, *, micro_batches: int) -> float:
     """The card's seconds of summing gradients over a step's micro-batches, and of AdamW."""
+    workload = ctx.workload
     summed_params = params.owned if layout.zero >= 2 else params.all
     # For each micro-batch but the first: the gradient is read, the sum read and written.
     sum_bytes = workload.weight_bytes + 2 * _gradient_bytes(workload, layout)
     added_bytes = 0 if workload.engine.fuses_accumulation else (micro_batches - 1) * summed_params * sum_bytes
     update_bytes = params.owned * moved_bytes(workload, layout, levers)
-    return (added_bytes + update_bytes / _reached(levers, efficiency, wide=workload.updates_wide)) / bytes_s
+    reached_share = _reached_share(ctx, levers)
+    return (added_bytes + update_bytes / reached_share) / ctx.rates.bytes_s
 
 
 def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
@@ -72,11 +65,12 @@ def _between_operations_bytes(gradient: int, updated: int) -> int:
     return 2 * gradient + wide_passes * FLOAT32_BYTES + (updated if updated == FLOAT32_BYTES else 0)
 
 
-def _reached(levers: Levers, efficiency: Efficiency, *, wide: bool) -> float:
+def _reached_share(ctx: CostContext, levers: Levers) -> float:
     """Share of a copy's bandwidth that the update reaches."""
+    wide = ctx.workload.updates_wide
     form: str = state_format(levers, wide=wide)
     if is_torch_adamw(levers, wide=wide):
         form = f"torch {form}"
     elif levers.update_in_backward and form not in ("8bit", "factored"):
         form = "inside backward"
-    return dict(efficiency.updates).get(form, 1.0)
+    return dict(ctx.efficiency.updates).get(form, 1.0)

@@ -15,7 +15,7 @@ from functools import cache
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
 from tightfit.models.spec import Latent, ModelSpec
-from tightfit.plan.seconds.rates import Rates
+from tightfit.plan.seconds.cost_context import CostContext
 
 TILE = 128, 256
 """Rows and columns of the output tile of one multiprocessor (Hopper's large tiles)."""
@@ -24,6 +24,8 @@ GROUP_ROWS = 100
 GROUP_DEPTH = 150
 """Further terms of the sum (K) that each tile of a grouped product costs: its prologue and epilogue. With both, 128
 experts of 512 rows, 64 of 1 024 and 8 of 2 048 are predicted as measured (calibration.csv, "grouped product")."""
+MULTIPROCESSORS = 132
+"""Of an H100 and an H200; cards of other generations have 80 to 150."""
 LEAST_FILLED = 0.33
 """The least share of busy multiprocessors: with few tiles cuBLAS uses split-K (family_truth.csv: 640 to 1 152
 columns)."""
@@ -125,8 +127,9 @@ def grouped_share(spec: ModelSpec, tokens: float, *, depth: int) -> float:
     return 1 / (routed_share(spec) / reached + 1 - routed_share(spec))
 
 
-def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> Products:
+def layer_products(ctx: CostContext, *, tokens: float, tensor: int) -> Products:
     """Products of one layer for `tokens` tokens, on one of `tensor` ranks."""
+    spec, rates, weight_bytes = ctx.workload.spec, ctx.rates, ctx.workload.weight_bytes
     linears = layer_linears(spec)
     inner = spec.mlp_size if spec.experts is None else spec.experts.mlp_size
 
@@ -145,7 +148,7 @@ def layer_products(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int,
     )
 
 
-def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_bytes: int, multiprocessors: int) -> float:
+def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_bytes: int) -> float:
     """Share of multiprocessors that work on the gradient of the hidden states in the fused loss.
 
     A chunk's product has a small result, [chunk, hidden], and a long sum, over the vocabulary: there are fewer tiles
@@ -155,11 +158,12 @@ def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_byt
     room_bytes = LOSS_CHUNK_BYTES + columns * spec.hidden_size * weight_bytes
     rows = chunk_rows(int(tokens), room_bytes // (padded(columns) * weight_bytes))
     tiles = math.ceil(rows / TILE[0]) * math.ceil(spec.hidden_size / TILE[1])
-    return min(1.0, max(LEAST_FILLED, tiles / multiprocessors))
+    return min(1.0, max(LEAST_FILLED, tiles / MULTIPROCESSORS))
 
 
-def head_forward_s(spec: ModelSpec, rates: Rates, *, tokens: float, tensor: int, weight_bytes: int) -> float:
+def head_forward_s(ctx: CostContext, *, tokens: float, tensor: int) -> float:
     """Seconds of the output projection's forward product."""
-    weights = spec.vocabulary_params / tensor
-    rate_flop_s = rates.head_flop_s * rates.unaligned_share
-    return max(2 * weights * tokens / rate_flop_s, weights * weight_bytes / rates.bytes_s)
+    weights = ctx.workload.spec.vocabulary_params / tensor
+    multiplied_s = 2 * weights * tokens / (ctx.rates.head_flop_s * ctx.rates.unaligned_share)
+    read_s = weights * ctx.workload.weight_bytes / ctx.rates.bytes_s
+    return max(multiplied_s, read_s)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Number
-from tightfit.hardware.efficiency import Efficiency, by_head_size
+from tightfit.hardware.efficiency import Efficiency, Shares, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import REFERENCES, attention_shares, generation_of, power_factor, product_share
 from tightfit.jobs.precision import PrecisionName
@@ -63,74 +63,67 @@ def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
 
 def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> Rates:
     """Rates of `machine`'s cards for `workload`."""
-    card = machine.accelerator
+    card, wide = machine.accelerator, workload.precision == "fp32"
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
-    wide, head_dim = workload.precision == "fp32", workload.spec.head_dim
     shares = efficiency.shares(wide=wide)
     as_measured = wide or machine.calibration is not None
     sustained = 1.0 if as_measured else product_share(card, peak_flop_s / 1e12) / REFERENCES["hopper"].share
-    forward_share, backward_share = _attention_shares(workload, machine, efficiency)
-    unfused = workload.engine.attention == "unfused"
+    attention = _attention(workload, machine, efficiency)
+    # Hopper's and Blackwell's fast copies need aligned rows; other engines pad the vocabulary.
+    copies_fast = generation_of(card) in ("hopper", "blackwell") and not wide and workload.engine_name == "tightfit"
     return Rates(
         product_flop_s=peak_flop_s * shares.products * sustained,
         product_fixed_s=shares.product_s,
         head_flop_s=peak_flop_s * (shares.products if wide else efficiency.matmul) * sustained,
-        attention=AttentionRates(
-            forward_flop_s=peak_flop_s * forward_share,
-            backward_flop_s=peak_flop_s * backward_share,
-            forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
-            backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
-        ),
+        attention=attention,
         bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
-        own_attention=_own_attention(workload, machine, efficiency) if needs_own_attention(workload) else None,
-        unaligned_share=UNALIGNED_SHARE if _is_unaligned(workload, machine) else 1.0,
-        score_passes=UNFUSED_SCORE_PASSES if unfused else (0.0, 0.0),
+        own_attention=_own_attention(workload, efficiency, attention),
+        unaligned_share=UNALIGNED_SHARE if copies_fast and workload.spec.vocab_size % ALIGNED else 1.0,
+        score_passes=UNFUSED_SCORE_PASSES if workload.engine.attention == "unfused" else (0.0, 0.0),
     )
 
 
-def _is_unaligned(workload: Workload, machine: Machine) -> bool:
-    """Whether the vocabulary's rows are unaligned for fast copies of Hopper and Blackwell; other engines pad them."""
-    fast = generation_of(machine.accelerator) in ("hopper", "blackwell") and workload.precision != "fp32"
-    return fast and workload.engine_name == "tightfit" and workload.spec.vocab_size % ALIGNED != 0
-
-
-def needs_own_attention(workload: Workload) -> bool:
-    """Whether some layers have windows or soft caps, which need our own attention kernel."""
-    spec = workload.spec
-    if workload.engine.attention != "cudnn" or workload.precision == "fp32":
-        return False
-    windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
-    return windowed or spec.attention_softcap is not None
-
-
-def _own_attention(workload: Workload, machine: Machine, efficiency: Efficiency) -> AttentionRates:
-    """Our Triton kernel's rates: this card's usual kernel's times the ratio of the two measured on the H200."""
-    head_dim, own = workload.spec.head_dim, efficiency.own
-    usual = _attention_shares(workload, machine, efficiency)
+def _attention(workload: Workload, machine: Machine, efficiency: Efficiency) -> AttentionRates:
+    """Rates of the engine's usual attention kernel on this card."""
+    head_dim, shares = workload.spec.head_dim, efficiency.shares(wide=workload.precision == "fp32")
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
-    measured = efficiency.shares(wide=False)
-    forward_share = by_head_size(own.forward, head_dim) / by_head_size(measured.attention_forward, head_dim)
-    backward_share = by_head_size(own.backward, head_dim) / by_head_size(measured.attention_backward, head_dim)
+    forward_share, backward_share = _attention_shares(workload, machine, shares)
     return AttentionRates(
-        forward_flop_s=peak_flop_s * usual[0] * min(1.0, forward_share),
-        backward_flop_s=peak_flop_s * usual[1] * min(1.0, backward_share),
-        forward_token_keys=by_head_size(own.forward_tokens, head_dim),
-        backward_token_keys=by_head_size(own.backward_tokens, head_dim),
+        forward_flop_s=peak_flop_s * forward_share,
+        backward_flop_s=peak_flop_s * backward_share,
+        forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
+        backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
     )
 
 
-def _attention_shares(workload: Workload, machine: Machine, efficiency: Efficiency) -> tuple[float, float]:
+def _attention_shares(workload: Workload, machine: Machine, shares: Shares) -> tuple[float, float]:
     """Shares of the peak, forward and backward, that the engine's attention kernel reaches on this card."""
     card, kernel, head_dim = machine.accelerator, workload.engine.attention, workload.spec.head_dim
-    wide = workload.precision == "fp32"
-    shares = efficiency.shares(wide=wide)
-    measured = tuple(by_head_size(each, head_dim) for each in (shares.attention_forward, shares.attention_backward))
+    measured = by_head_size(shares.attention_forward, head_dim), by_head_size(shares.attention_backward, head_dim)
     peak_tflop_s = card_peak_flop_s(workload.precision, machine) / 1e12
-    if wide or (machine.calibration is not None and kernel == "cudnn"):
-        return measured[0], measured[1]
+    if workload.precision == "fp32" or (machine.calibration is not None and kernel == "cudnn"):
+        return measured
     if kernel == "unfused":
         return (product_share(card, peak_tflop_s),) * 2
     if kernel == "cudnn" and generation_of(card) == "hopper":
         factor = power_factor(card, peak_tflop_s)
         return measured[0] * factor, measured[1] * factor
     return attention_shares(card, kernel, peak_tflop_s, head_dim)
+
+
+def _own_attention(workload: Workload, efficiency: Efficiency, usual: AttentionRates) -> AttentionRates | None:
+    """Our Triton kernel's rates: this card's usual kernel's times the ratio of the two measured on the H200; None
+    where no layer has a window or a soft cap, which need it."""
+    spec, own, cudnn = workload.spec, efficiency.own, efficiency.shares(wide=False)
+    windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
+    is_16_bit_cudnn = workload.engine.attention == "cudnn" and workload.precision != "fp32"
+    if not (is_16_bit_cudnn and (windowed or spec.attention_softcap is not None)):
+        return None
+    forward_share = by_head_size(own.forward, spec.head_dim) / by_head_size(cudnn.attention_forward, spec.head_dim)
+    backward_share = by_head_size(own.backward, spec.head_dim) / by_head_size(cudnn.attention_backward, spec.head_dim)
+    return AttentionRates(
+        forward_flop_s=usual.forward_flop_s * min(1.0, forward_share),
+        backward_flop_s=usual.backward_flop_s * min(1.0, backward_share),
+        forward_token_keys=by_head_size(own.forward_tokens, spec.head_dim),
+        backward_token_keys=by_head_size(own.backward_tokens, spec.head_dim),
+    )

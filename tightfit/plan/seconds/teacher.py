@@ -2,20 +2,19 @@
 
 from dataclasses import replace
 
-from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.layer import LayerTime
-from tightfit.plan.seconds.rates import Rates
 
 
-def teacher_s(workload: Workload, machine: Machine, rates: Rates, layout: Layout) -> float:
+def teacher_s(ctx: CostContext, layout: Layout) -> float:
     """Seconds of one micro-batch; the elementwise work on a second chunk of logits is not counted."""
-    teacher = workload.teacher
+    workload, teacher = ctx.workload, ctx.workload.teacher
     if teacher is None:
         return 0.0
     longest = max(teacher.spec.max_positions, workload.sequence_length)
     own = replace(workload, spec=replace(teacher.spec, max_positions=longest), teacher=None)
-    layer = LayerTime(own, rates, layout)
-    copied_s = teacher.weight_bytes / machine.accelerator.host.copy_bytes_s if teacher.place == "host" else 0.0
+    layer = LayerTime(replace(ctx, workload=own), layout)
+    copy_bytes_s = ctx.machine.accelerator.host.copy_bytes_s
+    copied_s = teacher.weight_bytes / copy_bytes_s if teacher.place == "host" else 0.0
     return teacher.spec.layers * layer.forward_s + layer.head_forward_s + copied_s

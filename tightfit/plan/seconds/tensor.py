@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
-from tightfit.plan.seconds.groups import Group
+from tightfit.plan.seconds.cost_context import CostContext
 
 
 class TensorCalls(NamedTuple):
@@ -63,10 +63,11 @@ def shared_ends(layout: Layout, layer_counts: Sequence[int]) -> float:
     return 1.0 if layout.pipeline == 1 else 0.5 * has_an_end
 
 
-def tensor_traffic(group: Group, layout: Layout, layer_counts: Sequence[int], hidden_bytes: float) -> TensorTraffic:
-    """Traffic of the rank with most of `layer_counts`, whose collectives are over `hidden_bytes` each."""
-    layers, split = max(layer_counts), layout.sequence_parallel
-    reduce_s, gather_s = group.all_reduce_s(hidden_bytes), group.all_gather_s(hidden_bytes)
+def tensor_traffic(ctx: CostContext, layout: Layout, layer_counts: Sequence[int], *, tokens: float) -> TensorTraffic:
+    """Traffic of the rank with most of `layer_counts`, for micro-batches of `tokens` tokens."""
+    layers, split, ranks = max(layer_counts), layout.sequence_parallel, ctx.group(1, layout.tensor)
+    hidden_bytes = tokens * ctx.workload.spec.hidden_size * ctx.workload.weight_bytes
+    reduce_s, gather_s = ranks.all_reduce_s(hidden_bytes), ranks.all_gather_s(hidden_bytes)
 
     def seconds(calls: TensorCalls) -> float:
         return calls.all_reduces * reduce_s + (calls.all_gathers + calls.reduce_scatters) * gather_s

@@ -21,7 +21,8 @@ from typing import Literal
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.seconds.groups import CALL_S, Group, MakeGroup
+from tightfit.plan.seconds.cost_context import CostContext
+from tightfit.plan.seconds.groups import CALL_S, Group
 from tightfit.plan.seconds.tensor import TensorTraffic, shared_ends
 
 Axis = Literal["depth", "row", "column"]
@@ -150,25 +151,19 @@ class MeshMessages:
 
 
 def mesh_traffic(
-    group: MakeGroup,
-    layout: Layout,
-    messages: MeshMessages,
-    layer_counts: Sequence[int],
-    *,
-    params: float,
-    number_bytes: float,
-    bytes_s: float,
+    ctx: CostContext, layout: Layout, layer_counts: Sequence[int], *, tokens: float, params: float
 ) -> TensorTraffic:
-    """Seconds of one micro-batch on the pipeline rank with most of `layer_counts`, which has `params` parameters."""
+    """Traffic of the rank with most of `layer_counts`, which has `params` parameters."""
     depth, side, _ = layout.tensor_axes
-    axes = {"column": group(1, side), "row": group(side, side), "depth": group(side * side, depth)}
-    layers, spec, ends = max(layer_counts), messages.spec, shared_ends(layout, layer_counts)
+    axes = {"column": ctx.group(1, side), "row": ctx.group(side, side), "depth": ctx.group(side * side, depth)}
+    spec, number_bytes = ctx.workload.spec, ctx.workload.weight_bytes
+    layers, ends, messages = max(layer_counts), shared_ends(layout, layer_counts), MeshMessages(spec, layout, tokens)
 
     def seconds(found: list[Message]) -> float:
         return sum(message_s(axes[m.axis], m, FLOAT32_BYTES if m.wide else number_bytes) for m in found)
 
-    block_bytes = FLOAT32_BYTES * messages.tokens * spec.hidden_size / layout.tensor
-    norm_s = [passes * spec.norms_per_layer * block_bytes / bytes_s for passes in NORM_PASSES]
+    block_bytes = FLOAT32_BYTES * tokens * spec.hidden_size / layout.tensor
+    norm_s = [passes * spec.norms_per_layer * block_bytes / ctx.rates.bytes_s for passes in NORM_PASSES]
     forward_s, backward_s = (
         layers * (seconds(messages.layer(backward=back)) + norm_s[back]) + ends * seconds(messages.ends(backward=back))
         for back in (False, True)

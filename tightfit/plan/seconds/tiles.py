@@ -7,21 +7,19 @@ with a product's fixed time. The host launches each tile's kernels: their time i
 and at eight tiles; recomputation besides (checkpointing) was measured at four.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 from tightfit.hardware.launches import LAYER, Launch
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.workload import Workload
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.passes import PassSeconds
-from tightfit.plan.seconds.rates import Rates
 
 NARROW, WIDE = 1, 2
 """Bytes of bf16 and of float32, in units of bf16; below, those moved per weight by each step of the float32 sum."""
 WIDENED, ADDED, NARROWED = NARROW + WIDE, NARROW + 2 * WIDE, WIDE + NARROW
 PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
+RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
+"""Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
 
 
 def tile_seconds(seconds: float, levers: Levers) -> list[float]:
@@ -29,26 +27,12 @@ def tile_seconds(seconds: float, levers: Levers) -> list[float]:
     return [seconds / levers.tiles] * levers.tiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class TiledLaunches:
-    """The host's milliseconds of launching one layer in tiles."""
-
-    pieces: int
-    layer: Launch
-    compared: tuple[Launch, Launch] = (LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"])
-    """Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
-
-
-def tiled_launches(levers: Levers) -> TiledLaunches | None:
-    """Launches of a layer in tiles; None for untiled layers."""
-    return None if levers.tiles == 1 else _launches_in(levers.tiles)
-
-
-@lru_cache
-def _launches_in(tiles: int) -> TiledLaunches:
+def tiled_launches(levers: Levers) -> tuple[int, Launch]:
+    """Pieces of a layer, and the host's milliseconds of launching all of them; an untiled layer is one piece."""
+    if levers.tiles == 1:
+        return 1, LAYER[""]
     few, many = LAYER["tiles=2"], LAYER["tiles=8"]
-    layer = Launch(*(a + (b - a) * (tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
-    return TiledLaunches(pieces=tiles, layer=layer)
+    return levers.tiles, Launch(*(a + (b - a) * (levers.tiles - 2) / 6 for a, b in zip(few, many, strict=True)))
 
 
 def second_half_is_computed_again(levers: Levers) -> bool:
@@ -56,15 +40,15 @@ def second_half_is_computed_again(levers: Levers) -> bool:
     return levers.tiles > 1
 
 
-def tiled_more_s(workload: Workload, rates: Rates, layer: LayerTime, levers: Levers, *, tensor: int) -> PassSeconds:
+def tiled_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeconds:
     """Seconds that tiles add to one layer's forward and backward."""
     tiles = levers.tiles
     if tiles == 1:
         return PassSeconds()
-    spec, products, elementwise = workload.spec, layer.products, layer.elementwise
-    pieces_s = (tiles - 1) * PRODUCTS * rates.product_fixed_s
-    copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / tensor
-    copies_s = 2 * layer.tokens * copied_width * workload.weight_bytes / rates.bytes_s
+    spec, products, elementwise = ctx.workload.spec, layer.products, layer.elementwise
+    pieces_s = (tiles - 1) * PRODUCTS * ctx.rates.product_fixed_s
+    copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / layer.tensor
+    copies_s = 2 * layer.tokens * copied_width * ctx.workload.weight_bytes / ctx.rates.bytes_s
     sums_s = products.weights_once_s * (WIDENED + ADDED * (tiles - 1) + NARROWED)
     again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.rope_s
     return PassSeconds(pieces_s + copies_s, again_s + 3 * pieces_s + sums_s + 2 * copies_s)
