@@ -6,12 +6,13 @@ and a plan, its simulation and the run must choose alike. Bytes are what layers 
 included unless those are offloaded (all but one).
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
 
 from tightfit.hardware.catalog import CATALOG
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
-from tightfit.levers.policy.budget import KeepOption, cheapest_levels
+from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
 from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, needs_last_product
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.saved import layer_kept, total
@@ -34,7 +35,9 @@ def _budget_levels(
     shape: LocalShape, layers: range | tuple[int, ...], budget_bytes: int, offload: bool
 ) -> tuple[KeepLevel, ...]:
     kinds = [shape.spec.traits_of(layer) for layer in layers]
-    options = {kind: level_options(shape, layers[kinds.index(kind)], offload) for kind in dict.fromkeys(kinds)}
+    options: dict[Hashable, Options] = {}
+    for layer, kind in zip(layers, kinds, strict=True):
+        options.setdefault(kind, level_options(shape, layer, offload))
     one_input_bytes = shape.stream_bytes if offload else 0
     return cheapest_levels(kinds, options, budget_bytes=budget_bytes, always_bytes=one_input_bytes)
 

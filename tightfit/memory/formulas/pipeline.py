@@ -113,27 +113,22 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
 def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
     """The most that rank `rank` keeps at one time, if one micro-batch in its stages keeps `sizes`, in any unit."""
     if layout.schedule == "interleaved":
-        return most_in_turns(layout, rank, micro_batches, sizes).before_backward
+        return most_in_turns(layout, rank, micro_batches, sizes)[0]
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
     return sum(count * size for count, size in zip(in_flight, sizes, strict=True))
 
 
-class MostInTurns(NamedTuple):
-    """The most that a rank keeps at one time under the interleaved schedule, in the unit of its stages' sizes: before
-    any backward, and when a micro-batch has just gone backward through its first stage."""
+def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The most under the interleaved schedule: at any time, and just after a backward through the first stage.
 
-    before_backward: int
-    beside_first_stage: int
-
-
-def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
-    """The most under the interleaved schedule, which is not always when most micro-batches are in flight: those of a
-    large stage may enter while those of a small one leave. The schedule is periodic, so 4 K micro-batches suffice."""
+    That is not always when most micro-batches are in flight: those of a large stage may enter while those of a small
+    one leave. The schedule is periodic, so 4 K micro-batches suffice.
+    """
     return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
 
 
 @lru_cache(maxsize=4096)
-def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
+def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
     """Step through the schedule: forwards until the pipeline is full, then one forward one backward, then backwards."""
     v = len(sizes)
     pieces = micro_batches * v
@@ -147,7 +142,7 @@ def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]
             stage = v - 1 - backward // K % v
             now -= sizes[stage]
             beside_first = max(beside_first, now) if stage == 0 else beside_first
-    return MostInTurns(most, beside_first)
+    return most, beside_first
 
 
 def all_forwards_first(layout: Layout, rank: int, micro_batches: int) -> bool:

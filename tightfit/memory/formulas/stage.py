@@ -84,7 +84,8 @@ class LayerVisit(NamedTuple):
 class StageMemory:
     """One pipeline rank whose layers keep `levels`; inputs of its first `offloaded` recomputed layers are on the host.
 
-    Of weights, `padding_weights` are FSDP2's padding and have no gradient, `widest` are the largest layer's,
+    Of weights, `padding_weights` are FSDP2's padding and have no gradient, `apart_weights` are those of split experts,
+    which other data ranks do not hold, `widest` are the largest layer's,
     `widest_dense` the largest layer's without split experts, `widest_group` those of the largest FSDP2 group.
     """
 
@@ -103,6 +104,7 @@ class StageMemory:
         self.params, self.layer_params = stage_params(shape, span)
         self.weights, self.layer_weights = self.params.all, self.layer_params.all
         self.padding_weights = sum(count * kind.padding_weights for kind, count in counts.items())
+        self.apart_weights = sum(count * kind.apart_weights for kind, count in counts.items())
         self.widest = max(kind.weights for kind in counts)
         self.widest_dense = max(kind.weights - kind.apart_weights for kind in counts)
         self.widest_group = max(self.widest_dense, *(kind.apart_weights for kind in counts))
