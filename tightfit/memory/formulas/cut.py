@@ -93,21 +93,19 @@ def _least_largest(costs: _StageCosts) -> float:
     low, high = 0.0, costs.before + costs.sums[-1] + costs.after
     while high - low > TOLERANCE / 2 * high:
         middle = (low + high) / 2
-        largest = _largest_of_full_stages(costs, middle)
-        low, high = (middle, high) if largest is None else (low, largest)
+        low, high = (low, middle) if _fits(costs, middle) else (middle, high)
     return high
 
 
-def _largest_of_full_stages(costs: _StageCosts, most: float) -> float | None:
-    """The cost of the slowest stage if each takes as many layers as `most` allows; None if layers are left over."""
-    last, largest = 0, 0.0
+def _fits(costs: _StageCosts, most: float) -> bool:
+    """Whether no layers are left over if each stage takes as many as it can at a cost of at most `most`."""
+    last = 0
     for stage in range(costs.stages):
-        ends = list(costs.within(stage, last, most))
+        ends = [end for end, _ in costs.within(stage, last, most)]
         if not ends:
-            return None
-        last, cost = ends[-1]
-        largest = max(largest, cost)
-    return largest
+            return False
+        last = ends[-1]
+    return True
 
 
 def _most_even_cuts(costs: _StageCosts, most: float) -> list[dict[int, tuple[float, int]]]:
