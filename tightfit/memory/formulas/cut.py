@@ -23,7 +23,6 @@ OPERATIONS_PER_BYTE = 200
 EMBEDDING_BYTES = 12
 """Bytes moved per hidden channel: forward looks a number up and writes it; backward reads its gradient and adds it to
 a float32 sum."""
-
 TOLERANCE = 1e-12
 """Relative: stages whose costs differ by less cost the same."""
 
@@ -40,7 +39,8 @@ def cut(spec: ModelSpec, length: int, stages: int) -> tuple[Span, ...]:
             "layers; give at most one stage per layer"
         )
     layers = [layer_operations(spec, layer, length) for layer in range(spec.layers)]
-    return balanced(layers, embedding_operations(spec), head_operations(spec), stages)
+    embedding_operations = OPERATIONS_PER_BYTE * EMBEDDING_BYTES * spec.hidden_size
+    return balanced(layers, embedding_operations, head_operations(spec), stages)
 
 
 def layer_operations(spec: ModelSpec, layer: int, length: int) -> float:
@@ -52,11 +52,6 @@ def layer_operations(spec: ModelSpec, layer: int, length: int) -> float:
 def head_operations(spec: ModelSpec) -> float:
     """FLOPs of one token in the output projection."""
     return PRODUCT_OPERATIONS * spec.vocabulary_params
-
-
-def embedding_operations(spec: ModelSpec) -> float:
-    """The embedding's memory traffic of one token, as FLOPs."""
-    return OPERATIONS_PER_BYTE * EMBEDDING_BYTES * spec.hidden_size
 
 
 def balanced(layers: Sequence[float], before: float, after: float, stages: int) -> tuple[Span, ...]:
@@ -81,19 +76,13 @@ class _StageCosts:
     after: float
     stages: int
 
-    def of(self, stage: int, first: int, last: int) -> float:
-        ends = (self.before if stage == 0 else 0.0) + (self.after if stage == self.stages - 1 else 0.0)
-        return self.sums[last] - self.sums[first] + ends
-
-    def lasts(self, stage: int, first: int) -> range:
-        """Possible ends of a stage that begins at `first`, leaving a layer for each stage after it."""
-        layers, left = len(self.sums) - 1, self.stages - 1 - stage
-        return range(first + 1 if left else layers, layers - left + 1)
-
     def within(self, stage: int, first: int, most: float) -> Iterator[tuple[int, float]]:
-        """Possible ends of a stage that begins at `first`, with their costs, while these are at most `most`."""
-        for last in self.lasts(stage, first):
-            cost = self.of(stage, first, last)
+        """Possible ends of a stage that begins at `first`, with their costs, while these are at most `most` and a layer
+        is left for each stage after it."""
+        layers, left = len(self.sums) - 1, self.stages - 1 - stage
+        ends = (self.before if stage == 0 else 0.0) + (0.0 if left else self.after)
+        for last in range(first + 1 if left else layers, layers - left + 1):
+            cost = self.sums[last] - self.sums[first] + ends
             if cost > most:
                 return
             yield last, cost
@@ -104,21 +93,19 @@ def _least_largest(costs: _StageCosts) -> float:
     low, high = 0.0, costs.before + costs.sums[-1] + costs.after
     while high - low > TOLERANCE / 2 * high:
         middle = (low + high) / 2
-        largest = _largest_of_full_stages(costs, middle)
-        low, high = (middle, high) if largest is None else (low, largest)
+        low, high = (low, middle) if _fits(costs, middle) else (middle, high)
     return high
 
 
-def _largest_of_full_stages(costs: _StageCosts, most: float) -> float | None:
-    """The cost of the slowest stage if each takes as many layers as `most` allows; None if layers are left over."""
-    first, largest = 0, 0.0
+def _fits(costs: _StageCosts, most: float) -> bool:
+    """Whether no layers are left over if each stage takes as many as it can at a cost of at most `most`."""
+    last = 0
     for stage in range(costs.stages):
-        ends = list(costs.within(stage, first, most))
+        ends = [end for end, _ in costs.within(stage, last, most)]
         if not ends:
-            return None
-        first = ends[-1][0]
-        largest = max(largest, ends[-1][1])
-    return largest
+            return False
+        last = ends[-1]
+    return True
 
 
 def _most_even_cuts(costs: _StageCosts, most: float) -> list[dict[int, tuple[float, int]]]:

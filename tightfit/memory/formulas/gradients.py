@@ -19,7 +19,7 @@ from tightfit.levers.policy.offload import IN_FLIGHT_BYTES, bounds_gradients, co
 from tightfit.memory.formulas.in_flight import InFlight
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.rank import RankMemory
-from tightfit.memory.formulas.stage import LayerVisit, StageMemory
+from tightfit.memory.formulas.stage import LayerVisit
 
 
 class Gradients:
@@ -37,8 +37,7 @@ class Gradients:
         self.bytes_per_done_weight = 0.0
         """Bytes that each weight of a finished layer adds; 0 where its gradient existed before backward."""
         if has_buckets(layout) and flying.summed_micro_batches == 1:  # split experts are in no bucket: theirs are new
-            unbucketed_bytes = states.kept_gradient_bytes * _unbucketed_experts(layout, stage)
-            self.bytes_per_done_weight = unbucketed_bytes / stage.layer_weights
+            self.bytes_per_done_weight = states.kept_gradient_bytes * stage.apart_weights / stage.layer_weights
         elif not self.earlier_bytes and (is_limited or not levers.update_in_backward):
             self.bytes_per_done_weight = states.reduced_gradient_bytes if rank.sums_whole else shard_bytes
             if layout.zero and layout.zero_groups > 1 and states.reduced_gradient_bytes > states.kept_gradient_bytes:
@@ -98,11 +97,6 @@ def has_buckets(layout: Layout) -> bool:
     return layout.zero == 0 and layout.gradient_ranks > 1 and layout.pipeline == 1
 
 
-def _unbucketed_experts(layout: Layout, stage: StageMemory) -> int:
-    """Weights of experts split over expert ranks: in no bucket, as other data ranks hold other experts."""
-    return stage.params.experts if layout.expert > 1 else 0
-
-
 def _earlier_bytes(rank: RankMemory, flying: InFlight) -> int:
     """Gradients that exist before a micro-batch's backward: DDP's buckets, and sums over earlier micro-batches.
 
@@ -112,7 +106,7 @@ def _earlier_bytes(rank: RankMemory, flying: InFlight) -> int:
     stage, states, summed = rank.stage, rank.states, flying.summed_micro_batches
     whole = stage.weights - stage.padding_weights
     if has_buckets(rank.layout):
-        return states.kept_gradient_bytes * (min(summed, 2) * whole - _unbucketed_experts(rank.layout, stage))
+        return states.kept_gradient_bytes * (min(summed, 2) * whole - stage.apart_weights)
     if summed == 1:
         return 0
     sum_bytes = states.kept_gradient_bytes * states.owned

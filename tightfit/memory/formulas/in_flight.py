@@ -37,9 +37,9 @@ def in_flight(rank: RankMemory) -> tuple[InFlight, ...]:
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = rank.loss.kept * span.has_head
     if layout.schedule == "interleaved":
-        most = most_in_turns(layout, span.rank, micro_batches, layers)
-        other_bytes = max(0, ceil(each_bytes * most.before_backward, sum(layers)) - each_bytes)
-        beside_embedding_bytes = ceil(each_bytes * most.beside_first_stage, sum(layers))
+        most, beside_first_stage = most_in_turns(layout, span.rank, micro_batches, layers)
+        other_bytes = max(0, ceil(each_bytes * most, sum(layers)) - each_bytes)
+        beside_embedding_bytes = ceil(each_bytes * beside_first_stage, sum(layers))
     else:
         kept_loss_bytes = loss_bytes if stages == 1 else 0  # in a V a loss is followed by its backward at once
         other_bytes = beside_embedding_bytes = _other_bytes(rank, each_bytes, kept_loss_bytes)

@@ -1,6 +1,6 @@
 """Keeping: the level at which each layer keeps its activations, for formulas, simulations and runs alike.
 
-levers/policy decides, given for each level the bytes a layer keeps (layer.py) and the seconds of recomputing the rest.
+levers/policy decides, given for each level the bytes a layer keeps (saved.py) and the seconds of recomputing the rest.
 Seconds are always those of an H200 at measured shares of its rates, whatever the job's card: only their ratios matter,
 and a plan, its simulation and the run must choose alike. Bytes are what layers keep from forward to backward, inputs
 included unless those are offloaded (all but one).
@@ -19,22 +19,15 @@ from tightfit.memory.formulas.saved import layer_kept, total
 from tightfit.models.spec import ModelSpec
 
 H200 = next(row for row in CATALOG if row.family == "H200")
+_fixed_levels = lru_cache(maxsize=65536)(fixed_levels)
 
 
 def layer_levels(shape: LocalShape, levers: Levers, layers: range | tuple[int, ...]) -> tuple[KeepLevel, ...]:
     """The level of each of a rank's `layers`."""
     if levers.checkpoint_budget_bytes is not None:
         return _budget_levels(shape, layers, levers.checkpoint_budget_bytes, levers.offload_checkpoints)
-    return _fixed_levels(
-        layers,
-        model_layers=shape.spec.layers,
-        every=levers.checkpoint_every,
-        count=levers.num_checkpoints,
-        keep=levers.checkpoint_keep,
-    )
-
-
-_fixed_levels = lru_cache(maxsize=65536)(fixed_levels)
+    every, count, keep = levers.checkpoint_every, levers.num_checkpoints, levers.checkpoint_keep
+    return _fixed_levels(layers, model_layers=shape.spec.layers, every=every, count=count, keep=keep)
 
 
 @lru_cache(maxsize=65536)
@@ -42,9 +35,9 @@ def _budget_levels(
     shape: LocalShape, layers: range | tuple[int, ...], budget_bytes: int, offload: bool
 ) -> tuple[KeepLevel, ...]:
     kinds = [shape.spec.traits_of(layer) for layer in layers]
-    options: dict[Hashable, Options] = {
-        kind: level_options(shape, layers[kinds.index(kind)], offload) for kind in dict.fromkeys(kinds)
-    }
+    options: dict[Hashable, Options] = {}
+    for layer, kind in zip(layers, kinds, strict=True):
+        options.setdefault(kind, level_options(shape, layer, offload))
     one_input_bytes = shape.stream_bytes if offload else 0
     return cheapest_levels(kinds, options, budget_bytes=budget_bytes, always_bytes=one_input_bytes)
 
@@ -58,9 +51,8 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
     """
     seconds, options = _recompute_seconds(shape, layer), dict[KeepLevel, KeepOption]()
     for level in KEEP_LEVELS:
-        kept_bytes = total(layer_kept(shape, layer, level))
         on_host_bytes = shape.stream_bytes if offload and level != "everything" else 0
-        options[level] = KeepOption(kept_bytes - on_host_bytes, seconds[level])
+        options[level] = KeepOption(total(layer_kept(shape, layer, level)) - on_host_bytes, seconds[level])
     if shape.adapted is not None:
         options["matmuls"] = KeepOption(options["attention"].bytes, options["nothing"].seconds)
     elif shape.tiles > 1:
@@ -70,12 +62,15 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
 
 def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
     """Seconds of recomputing one layer at each level."""
+    spec = shape.spec
     peak_flop_s = 1e12 * (H200.rates.of("fp32" if shape.element_bytes == 4 else "bf16") or H200.rates.fp32)
-    attention_flop_s = peak_flop_s * by_head_size(MEASURED.attention_forward, shape.spec.head_dim)
-    attention_s = _attention_flops(shape, layer) / attention_flop_s
+    attention_flop_s = peak_flop_s * by_head_size(MEASURED.attention_forward, spec.head_dim)
+    # 4 FLOPs per channel and pair of a query and a visible key: a multiply and an add in Q·Kᵀ and in P·V.
+    keys_seen = spec.mean_keys_seen(layer, shape.whole_length)
+    attention_s = 4 * shape.tokens * keys_seen * spec.query_size / shape.tensor / attention_flop_s
     product_flop_s = peak_flop_s * MEASURED.matmul
     products_s = 2 * shape.tokens * _recomputed_weights(shape, layer) / shape.tensor / product_flop_s
-    recomputed_bytes = shape.tokens * shape.element_bytes * _recomputed_width(shape.spec, layer)
+    recomputed_bytes = shape.tokens * shape.element_bytes * _recomputed_width(spec, layer)
     passes_s = recomputed_bytes / shape.tensor / (H200.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
     return {
         "nothing": attention_s + products_s + passes_s,
@@ -83,12 +78,6 @@ def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
         "matmuls": passes_s,
         "everything": 0.0,
     }
-
-
-def _attention_flops(shape: LocalShape, layer: int) -> float:
-    """4 FLOPs per channel and pair of a query and a visible key: a multiply and an add in Q·Kᵀ and in P·V."""
-    keys_seen = shape.spec.mean_keys_seen(layer, shape.whole_length)
-    return 4 * shape.tokens * keys_seen * shape.spec.query_size / shape.tensor
 
 
 def _recomputed_weights(shape: LocalShape, layer: int) -> int:

@@ -234,5 +234,5 @@ def attention_workspace(shape: LocalShape, layer: int) -> int:
     if attention_kind(shape, layer) == "own":
         return row_sums_bytes + ring_bytes
     wide_dq_bytes = row_sums_bytes * shape.spec.head_dim if shape.element_bytes < FLOAT32_BYTES else 0
-    ungrouped_bytes = 2 * shape.query_bytes if shape.heads != shape.attended_kv_heads else 0
+    ungrouped_bytes = 2 * shape.query_bytes if shape.repeats_keys else 0
     return row_sums_bytes + wide_dq_bytes + ungrouped_bytes + ring_bytes

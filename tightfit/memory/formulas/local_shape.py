@@ -10,7 +10,7 @@ float32 temporaries of norms, which are not fused on a mesh; they are smaller th
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.engine import EngineName
@@ -27,9 +27,12 @@ def ceil(value: int, parts: int) -> int:
     return -(-value // parts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalShape:
-    """Rows × length tokens on one rank, `element_bytes` per number, of layers split over `tensor` ranks."""
+    """Rows × length tokens on one rank, `element_bytes` per number, of layers split over `tensor` ranks.
+
+    Formulas are cached by shape: do not change one. Its sizes are computed once, when it is made.
+    """
 
     spec: ModelSpec
     rows: int
@@ -51,123 +54,67 @@ class LocalShape:
     adapted: Adapted | None = None
     """Adapters trained on a frozen model; None where the model itself is trained."""
 
+    def __post_init__(self) -> None:
+        spec, element_bytes = self.spec, self.element_bytes
+        split = self.tensor, self.mesh_ranks, self.sequence_parallel, self.context, self.ring, self.expert, self.tiles
+        self._hash = hash((spec, self.rows, self.length, element_bytes, *split, self.adapted is None))
+        """Of the fields that differ within one search."""
+        self.is_cube = self.mesh_ranks == self.tensor**3
+        """Whether tensor ranks form a 3D mesh."""
+        self.tokens = self.rows * self.length
+        """Tokens whose attention and MLP this rank computes."""
+        self.whole_length = self.length * self.context
+        """Tokens of a row on all context ranks together."""
+        self.tile_tokens = ceil(self.tokens, self.tiles)
+        self.stream_tokens = ceil(self.tokens, self.tensor) if self.sequence_parallel else self.tokens
+        """Tokens of the residual stream and the norms on this rank: a share of `tokens` with sequence parallelism."""
+        self.stream_bytes = self.stream_tokens * spec.hidden_size * element_bytes
+        """The residual stream between two layers."""
+        self.hidden_bytes = self.tokens * spec.hidden_size * element_bytes
+        """A tensor of the hidden size for all tokens: what a block takes in and gives out."""
+        self.inputs_bytes = self.stream_bytes // (element_bytes if self.codes_inputs else 1)
+        """The normed residual stream, saved once for the projections that read it; fp8 codes have a byte a number."""
+
+        self.heads = ceil(spec.heads, self.tensor)
+        self.kv_heads = ceil(spec.kv_heads, self.tensor)
+        """Key heads of this rank; where there are fewer than tensor ranks, some hold the same one."""
+        ulysses_ranks = self.context // self.ring
+        attended_kv_heads = max(self.kv_heads, ulysses_ranks)  # copies counted: with fewer heads than ranks, each one
+        self.repeats_keys = self.heads != attended_kv_heads
+        """Whether several query heads attend with one key head."""
+        head_bytes = self.tokens * spec.head_dim * element_bytes
+        self.query_bytes, self.key_bytes = self.heads * head_bytes, self.kv_heads * head_bytes
+        """Queries, or attention's output before it is projected; and keys, or values."""
+        self.attended_key_bytes = attended_kv_heads * head_bytes
+        """Keys, or values, that this rank attends over: all tokens of some heads where context ranks exchange heads in
+        an all-to-all (Ulysses)."""
+        self.qkv_bytes = self.query_bytes + 2 * self.attended_key_bytes
+        self.returned_bytes = self.query_bytes if ulysses_ranks > 1 else 0
+        """Attention's output after heads are exchanged back, a second tensor; 0 where no heads are exchanged."""
+        self.head_groups = head_groups(attended_kv_heads // ulysses_ranks, self.tiles)
+        """Groups of heads that a tiled layer's attention goes through one after another."""
+
+        experts = spec.experts
+        self.experts = ceil(experts.count, self.expert) if experts is not None else 0
+        """Experts of a routed layer that this rank computes with."""
+        self.routed_rows = experts.rows(self.tokens) if experts is not None else 0
+        """The most (token, expert) pairs that this rank's tokens have in a routed layer."""
+        self.routed_bytes = self.routed_rows * spec.hidden_size * element_bytes
+        """A tensor of the hidden size for all those pairs."""
+        expert_columns = self.columns(experts.mlp_size) if experts is not None else 0
+        self.experts_inner_bytes = self.routed_rows * expert_columns * element_bytes
+        """A tensor inside the experts: their gate, or up, or product."""
+
     def __hash__(self) -> int:
         return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Hash of the fields that differ within one search: formulas are cached by shape."""
-        split = self.tensor, self.mesh_ranks, self.sequence_parallel, self.context, self.ring, self.expert, self.tiles
-        return hash((self.spec, self.rows, self.length, self.element_bytes, *split, self.adapted is None))
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens whose attention and MLP this rank computes."""
-        return self.rows * self.length
-
-    @property
-    def whole_length(self) -> int:
-        """Tokens of a row on all context ranks together."""
-        return self.length * self.context
-
-    @property
-    def ulysses_ranks(self) -> int:
-        """Context ranks in one all-to-all of heads (Ulysses): in attention each has all their tokens, some heads."""
-        return self.context // self.ring
-
-    @property
-    def is_cube(self) -> bool:
-        """Whether tensor ranks form a 3D mesh."""
-        return self.mesh_ranks == self.tensor**3
-
-    @cached_property
-    def stream_tokens(self) -> int:
-        """Tokens of the residual stream and the norms on this rank: a share of `tokens` with sequence parallelism."""
-        return ceil(self.tokens, self.tensor) if self.sequence_parallel else self.tokens
-
-    @cached_property
-    def heads(self) -> int:
-        """Query heads of this rank."""
-        return ceil(self.spec.heads, self.tensor)
-
-    @cached_property
-    def kv_heads(self) -> int:
-        """Key heads of this rank; where there are fewer than tensor ranks, some hold the same one."""
-        return ceil(self.spec.kv_heads, self.tensor)
-
-    @property
-    def attended_kv_heads(self) -> int:
-        """Key heads over all ranks that exchange heads, copies counted: with fewer heads than ranks, each gets one."""
-        return max(self.kv_heads, self.ulysses_ranks)
 
     def columns(self, width: int) -> int:
         """Columns of this rank of a matrix `width` wide."""
         return ceil(width, self.tensor)
 
-    @cached_property
-    def stream_bytes(self) -> int:
-        """Bytes of the residual stream between two layers."""
-        return self.stream_tokens * self.spec.hidden_size * self.element_bytes
-
-    @cached_property
-    def hidden_bytes(self) -> int:
-        """A tensor of the hidden size for all tokens: what a block takes in and gives out."""
-        return self.tokens * self.spec.hidden_size * self.element_bytes
-
-    @property
-    def inputs_bytes(self) -> int:
-        """The normed residual stream, saved once for the projections that read it; fp8 codes have a byte a number."""
-        return self.stream_bytes // (self.element_bytes if self.codes_inputs else 1)
-
-    @cached_property
-    def query_bytes(self) -> int:
-        """Queries, or attention's output before it is projected."""
-        return self.tokens * self.heads * self.spec.head_dim * self.element_bytes
-
-    @property
-    def key_bytes(self) -> int:
-        """Keys, or values."""
-        return self.tokens * self.kv_heads * self.spec.head_dim * self.element_bytes
-
-    @property
-    def attended_key_bytes(self) -> int:
-        """Keys, or values, of the heads and tokens that this rank attends over, after the exchange of heads."""
-        return self.tokens * self.attended_kv_heads * self.spec.head_dim * self.element_bytes
-
-    @property
-    def qkv_bytes(self) -> int:
-        """Queries, and keys and values after the exchange of heads."""
-        return self.query_bytes + 2 * self.attended_key_bytes
-
-    @property
-    def returned_bytes(self) -> int:
-        """Attention's output after heads are exchanged back, a second tensor; 0 where no heads are exchanged."""
-        return self.query_bytes if self.ulysses_ranks > 1 else 0
-
     def inner_bytes(self, width: int) -> int:
         """A tensor inside an MLP of `width`: its gate, or up, or their product."""
         return self.tokens * self.columns(width) * self.element_bytes
-
-    @property
-    def experts(self) -> int:
-        """Experts of a routed layer that this rank computes with."""
-        return ceil(self.spec.experts.count, self.expert) if self.spec.experts is not None else 0
-
-    @cached_property
-    def routed_rows(self) -> int:
-        """The most (token, expert) pairs that this rank's tokens have in a routed layer."""
-        return self.spec.experts.rows(self.tokens) if self.spec.experts is not None else 0
-
-    @property
-    def routed_bytes(self) -> int:
-        """A tensor of the hidden size for all those pairs."""
-        return self.routed_rows * self.spec.hidden_size * self.element_bytes
-
-    @property
-    def experts_inner_bytes(self) -> int:
-        """A tensor inside the experts: their gate, or up, or product."""
-        width = self.columns(self.spec.experts.mlp_size) if self.spec.experts is not None else 0
-        return self.routed_rows * width * self.element_bytes
 
     def trains(self, *names: Projection) -> bool:
         """Whether any of these projections needs its input for a gradient of weights."""
@@ -176,16 +123,6 @@ class LocalShape:
     def is_tiled(self, layer: int) -> bool:
         """Whether layer `layer` is computed a tile of tokens at a time."""
         return is_tiled(self.spec, layer, self.tiles)
-
-    @property
-    def tile_tokens(self) -> int:
-        """Tokens of one tile."""
-        return ceil(self.tokens, self.tiles)
-
-    @property
-    def head_groups(self) -> int:
-        """Groups of heads that a tiled layer's attention goes through one after another."""
-        return head_groups(self.attended_kv_heads // self.ulysses_ranks, self.tiles)
 
 
 _remembered = lru_cache(maxsize=4096)(LocalShape)

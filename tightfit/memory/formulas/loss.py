@@ -26,38 +26,38 @@ class LossCost:
     forward: int
     kept: int
     backward: int
-    wide_weight_gradient: int
-    """The float32 sum of the output projection's gradient: part of `forward`, `kept` and `backward`."""
     evaluated: int
     """While the loss is computed without gradients."""
+    wide_weight_gradient: int = 0
+    """The float32 sum of the output projection's gradient: part of `forward`, `kept` and `backward`."""
     rounds_in_place: bool = False
     """Whether that gradient is summed in 24 bits, of which 16 are the result: no cast (kernels/split_sum.py)."""
 
 
 @lru_cache(maxsize=4096)
 def loss_cost(shape: LocalShape, *, fused: bool, allowed_bytes: int, sum_bytes: int = FLOAT32_BYTES) -> LossCost:
-    """The loss of one micro-batch on the rank that has the head, without the final norm.
-
-    The fused loss sums the output projection's gradient in `sum_bytes` per number.
-    """
+    """The loss of one micro-batch on the rank that has the head, without the final norm; fused, it sums the output
+    projection's gradient in `sum_bytes` per number."""
     return _fused(shape, allowed_bytes, sum_bytes) if fused else _plain(shape)
 
 
 def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
-    spec, hidden_bytes = shape.spec, shape.hidden_bytes
+    hidden_bytes = shape.hidden_bytes
     statistics_bytes = shape.tokens * (STATISTICS_PER_ROW + 1) * FLOAT32_BYTES  # and their gradient
     labels_bytes = shape.tokens * 2 * INT64_BYTES  # the labels, and the copy that the kernel reads
     chunk_bytes = logits_chunk_bytes(shape, allowed_bytes, training=True)
-    wide_bytes = sum_bytes * shape.columns(spec.vocab_size) * spec.hidden_size if shape.adapted is None else 0
+    head_weights = shape.columns(shape.spec.vocab_size) * shape.spec.hidden_size
+    wide_bytes = sum_bytes * head_weights if shape.adapted is None else 0
     # On a mesh a rank all-gathers the columns of its rows of the output projection.
-    gathered_bytes = shape.columns(spec.vocab_size) * spec.hidden_size * shape.element_bytes if shape.mesh_ranks else 0
+    gathered_bytes = head_weights * shape.element_bytes if shape.mesh_ranks else 0
+    kept_bytes = hidden_bytes + wide_bytes + gathered_bytes
     return LossCost(
         logits=chunk_bytes,
-        forward=chunk_bytes + 2 * hidden_bytes + statistics_bytes + labels_bytes + wide_bytes + gathered_bytes,
-        kept=hidden_bytes + wide_bytes + gathered_bytes,
-        backward=hidden_bytes + wide_bytes + gathered_bytes,
-        wide_weight_gradient=wide_bytes,
+        forward=kept_bytes + chunk_bytes + hidden_bytes + statistics_bytes + labels_bytes,
+        kept=kept_bytes,
+        backward=kept_bytes,
         evaluated=gathered_bytes + hidden_bytes + logits_chunk_bytes(shape, allowed_bytes, training=False),
+        wide_weight_gradient=wide_bytes,
         rounds_in_place=sum_bytes < FLOAT32_BYTES,
     )
 
@@ -65,15 +65,14 @@ def _fused(shape: LocalShape, allowed_bytes: int, sum_bytes: int) -> LossCost:
 def _plain(shape: LocalShape) -> LossCost:
     """Saved: log-softmax, and with a soft cap its tanh. Backward holds two float32 gradients of logits beside them."""
     count, hidden_bytes = shape.tokens * shape.columns(shape.spec.vocab_size), shape.hidden_bytes
-    kept_bytes = count * FLOAT32_BYTES * (2 if shape.spec.logit_softcap else 1)
-    logits_bytes = count * (shape.element_bytes + FLOAT32_BYTES) + kept_bytes
+    kept_bytes = hidden_bytes + count * FLOAT32_BYTES * (2 if shape.spec.logit_softcap else 1)
+    forward_bytes = kept_bytes + count * (shape.element_bytes + FLOAT32_BYTES)
     return LossCost(
-        logits=logits_bytes,
-        forward=logits_bytes + hidden_bytes,
-        kept=kept_bytes + hidden_bytes,
-        backward=kept_bytes + 2 * FLOAT32_BYTES * count + hidden_bytes,
-        wide_weight_gradient=0,
-        evaluated=logits_bytes + hidden_bytes,
+        logits=forward_bytes - hidden_bytes,
+        forward=forward_bytes,
+        kept=kept_bytes,
+        backward=kept_bytes + 2 * FLOAT32_BYTES * count,
+        evaluated=forward_bytes,
     )
 
 
@@ -84,5 +83,4 @@ def logits_chunk_bytes(shape: LocalShape, allowed_bytes: int, *, training: bool)
     has_gradient = training and shape.adapted is None and element_bytes < FLOAT32_BYTES
     free_bytes = columns * shape.spec.hidden_size * element_bytes if has_gradient else 0
     row_bytes = padded(columns) * element_bytes
-    rows = chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes)
-    return min(rows, shape.tokens) * row_bytes
+    return min(shape.tokens, chunk_rows(shape.tokens, (allowed_bytes + free_bytes) // row_bytes)) * row_bytes

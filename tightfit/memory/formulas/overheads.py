@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tightfit.errors import UserError
 from tightfit.memory.formulas.fsdp2 import OLDEST, Fsdp2, installed
-from tightfit.memory.ledger import Component, Line, Phase
+from tightfit.memory.ledger import Line, Phase
 
 MIB = 2**20
 
@@ -42,15 +42,12 @@ class Overheads:
 
     def lines(self, phase: Phase, allocated_bytes: int, rank: int = 0) -> list[Line]:
         """The ledger's lines for slack and context."""
-        parts: tuple[tuple[Component, int, str], ...] = (
-            ("allocator slack", int(allocated_bytes * self.slack_share), "a flat share of what is allocated"),
-            ("cuda context", self.context_bytes, "driver and kernels"),
-        )
-        return [
-            Line(component=component, phase=phase, bytes=size, why=f"{why}: see overheads.py", rank=rank)
-            for component, size, why in parts
-            if size
-        ]
+        slack_bytes = int(allocated_bytes * self.slack_share)
+        why = "a flat share of what is allocated: see overheads.py"
+        slack = Line(component="allocator slack", phase=phase, bytes=slack_bytes, why=why, rank=rank)
+        why = "driver and kernels: see overheads.py"
+        context = Line(component="cuda context", phase=phase, bytes=self.context_bytes, why=why, rank=rank)
+        return [line for line in (slack, context) if line.bytes]
 
 
 DEFAULT = Overheads()

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
-from tightfit.models.spec import Latent, ModelSpec
+from tightfit.models.spec import ModelSpec
 
 
 class Params(NamedTuple):
@@ -45,9 +45,8 @@ def layer_params(shape: LocalShape, layer: int) -> Params:
         return Params(ceil(matrices, shape.mesh_ranks) + ceil(vectors, shape.tensor))
     norms = spec.norm_params * spec.norms_per_layer + spec.qk_norm_params
     dense = norms + _attention_params(spec, shape.tensor)
-    if not spec.is_routed(layer):
+    if spec.experts is None or not spec.is_routed(layer):
         return Params(dense + shape.columns(spec.mlp_params(spec.mlp_size)))
-    assert spec.experts is not None
     one_expert = shape.columns(spec.mlp_params(spec.experts.mlp_size))
     count = shape.padded_experts or shape.experts
     return Params(dense + shape.columns(spec.shared_params) + spec.router_params, count * one_expert)
@@ -66,42 +65,36 @@ def layer_matrices(shape: LocalShape, layer: int) -> tuple[int, ...]:
     if shape.adapted is not None:
         return shape.adapted.matrices(shape.spec)
     if shape.mesh_ranks:
-        whole = _matrices(shape.spec, layer, tensor=1, expert=1)
-        return tuple(ceil(size, shape.mesh_ranks) for size in whole)
+        return tuple(ceil(size, shape.mesh_ranks) for size in _matrices(shape.spec, layer, tensor=1, expert=1))
     return _matrices(shape.spec, layer, shape.tensor, shape.expert)
 
 
 def _matrices(spec: ModelSpec, layer: int, tensor: int, expert: int) -> tuple[int, ...]:
-    query, key = (spec.hidden_size * ceil(heads, tensor) * spec.head_dim for heads in (spec.heads, spec.kv_heads))
-    attention = (query, key, key, query) if spec.latent is None else _latent_matrices(spec, spec.latent)
-    inner = spec.hidden_size * ceil(spec.mlp_size, tensor)
+    hidden, latent = spec.hidden_size, spec.latent
+    query, key = (hidden * ceil(heads, tensor) * spec.head_dim for heads in (spec.heads, spec.kv_heads))
+    attention: tuple[int, ...] = (query, key, key, query)
+    if latent is not None:  # queries (one matrix or two), kv_a, kv_b, o
+        rank = latent.query_rank
+        queries = (hidden * rank, rank * spec.query_size) if rank else (hidden * spec.query_size,)
+        kv_a, kv_b = hidden * (latent.kv_rank + latent.rope_dim), latent.kv_rank * spec.latent_columns
+        attention = (*queries, kv_a, kv_b, spec.output_size * hidden)
+    inner = hidden * ceil(spec.mlp_size, tensor)
     if spec.is_routed(layer) and spec.experts is not None:
-        inner = ceil(spec.experts.count, expert) * spec.hidden_size * ceil(spec.experts.mlp_size, tensor)
+        inner = ceil(spec.experts.count, expert) * hidden * ceil(spec.experts.mlp_size, tensor)
     return (*attention, *(inner,) * (spec.up_projections + 1))
-
-
-def _latent_matrices(spec: ModelSpec, latent: Latent) -> tuple[int, ...]:
-    """Sizes of latent attention's matrices: queries (one or two), kv_a, kv_b, o."""
-    hidden, rank = spec.hidden_size, latent.query_rank
-    queries = (hidden * rank, rank * spec.query_size) if rank else (hidden * spec.query_size,)
-    shared = hidden * (latent.kv_rank + latent.rope_dim)
-    return (*queries, shared, latent.kv_rank * spec.latent_columns, spec.output_size * hidden)
 
 
 def vocabulary_params(shape: LocalShape) -> int:
     """Weights of the embedding, or of the output projection; 0 where the model is frozen."""
-    spec = shape.spec
     if shape.adapted is not None:
         return 0
     if shape.mesh_ranks:
-        return ceil(spec.vocabulary_params, shape.mesh_ranks)
-    return shape.columns(spec.vocab_size) * spec.hidden_size
+        return ceil(shape.spec.vocabulary_params, shape.mesh_ranks)
+    return shape.columns(shape.spec.vocab_size) * shape.spec.hidden_size
 
 
 def embedding_params(shape: LocalShape) -> int:
     """Weights before the first layer: of tokens and of learned positions; 0 where the model is frozen."""
     spec = shape.spec
-    if shape.adapted is not None:
-        return 0
-    positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
+    positions = spec.max_positions * spec.hidden_size if spec.rope is None and shape.adapted is None else 0
     return vocabulary_params(shape) + (shape.columns(positions) if shape.mesh_ranks else positions)

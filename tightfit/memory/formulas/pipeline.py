@@ -15,7 +15,6 @@ Stages of one rank differ in size: the last has the output projection and fewer 
 """
 
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout, stages_of_rank
@@ -44,76 +43,53 @@ class RankSpan(NamedTuple):
 
 def rank_spans(spec: ModelSpec, length: int, layout: Layout) -> tuple[RankSpan, ...]:
     """The span of each pipeline rank; several stages of a rank are treated as one run of consecutive layers."""
-    if layout.pipeline == 1:
-        whole = RankSpan(
-            rank=0, first=0, last=spec.layers, layers_by_stage=(spec.layers,), has_embedding=True, has_head=True
-        )
-        return (whole,)
     return _rank_spans(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
 
 
 @lru_cache(maxsize=4096)
 def _rank_spans(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[RankSpan, ...]:
-    layers_by_stage = _layers_by_stage(spec, length, pipeline, pieces, in_v=in_v)
-    lasts, head_rank = accumulate(map(sum, layers_by_stage)), 0 if in_v else pipeline - 1
-    return tuple(
-        RankSpan(rank, last - sum(own), last, own, has_embedding=rank == 0, has_head=rank == head_rank)
-        for rank, (own, last) in enumerate(zip(layers_by_stage, lasts, strict=True))
-    )
+    spans, head_rank = cut(spec, length, pipeline * pieces), 0 if in_v else pipeline - 1
+    found, last = [], 0
+    for rank in range(pipeline):
+        stages = stages_of_rank(rank, pipeline, pieces, in_v=in_v)
+        own = tuple(spans[stage][1] - spans[stage][0] for stage in stages)
+        first, last = last, last + sum(own)
+        found.append(RankSpan(rank, first, last, own, has_embedding=rank == 0, has_head=rank == head_rank))
+    return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool = False) -> tuple[int, ...]:
     """How many layers each pipeline rank has."""
-    return tuple(map(sum, _layers_by_stage(spec, length, pipeline, pieces, in_v=in_v)))
-
-
-def _layers_by_stage(
-    spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool
-) -> tuple[tuple[int, ...], ...]:
-    """How many layers each stage of each pipeline rank has."""
-    spans = cut(spec, length, pipeline * pieces)
-    stages = (stages_of_rank(rank, pipeline, pieces, in_v=in_v) for rank in range(pipeline))
-    return tuple(tuple(spans[stage][1] - spans[stage][0] for stage in own) for own in stages)
+    return tuple(span.last - span.first for span in _rank_spans(spec, length, pipeline, pieces, in_v=in_v))
 
 
 def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
     """Pipeline ranks that can be the fullest: only these need to be computed."""
     if layout.pipeline == 1:
         return (0,)
-    every, count = levers.checkpoint_every, levers.num_checkpoints
-    spec, micro_batches = workload.spec, workload.micro_batches(layout)
-    return _telling_ranks(spec, workload.sequence_length, layout, micro_batches, every=every, count=count)
+    recomputed = levers.checkpoint_every, levers.num_checkpoints
+    micro_batches = workload.micro_batches(layout)
+    return _telling_ranks(workload.spec, workload.sequence_length, layout, micro_batches, *recomputed)
 
 
 @lru_cache(maxsize=4096)
 def _telling_ranks(
-    spec: ModelSpec, length: int, layout: Layout, micro_batches: int, *, every: int, count: int
+    spec: ModelSpec, length: int, layout: Layout, micro_batches: int, every: int, count: int
 ) -> tuple[int, ...]:
     """One or two ranks of each group of alike ranks; the first (embedding) and the last (head) are groups of their own.
 
-    Ranks are alike with equal layers (`every` and `count` say which are recomputed) and if all or none of them peak
-    before their first gradients. Of a group the first has most micro-batches in flight and, where backward is split,
-    the last has most that await backward for weights.
+    Ranks are alike with equal kinds of layers in the same order (`every` and `count` say which are recomputed) and if
+    all or none of them peak before their first gradients. Of a group the first has most micro-batches in flight and,
+    where backward is split, the last has most that await backward for weights.
     """
-    spans = rank_spans(spec, length, layout)
-    alike: dict[tuple[int, bool], list[int]] = {}
-    for rank, example in enumerate(_first_alike(spec, spans, every=every, count=count)):
-        alike.setdefault((example, all_forwards_first(layout, rank, micro_batches)), []).append(rank)
-    lasts = {ranks[-1] for ranks in alike.values()} if layout.splits_backward else set[int]()
-    return tuple(sorted(lasts | {ranks[0] for ranks in alike.values()}))
-
-
-@lru_cache(maxsize=4096)
-def _first_alike(spec: ModelSpec, spans: tuple[RankSpan, ...], *, every: int, count: int) -> tuple[int, ...]:
-    """For each rank, the first rank with the same kinds of layers in the same order, and the same ends of the model."""
     recomputed = recomputed_layers(spec.layers, every=every, count=count)
-    first: dict[tuple[object, ...], int] = {}
-    found = []
-    for rank, span in enumerate(spans):
-        kinds = ((*spec.traits_of(layer), layer in recomputed) for layer in range(span.first, span.last))
-        found.append(first.setdefault((span.has_embedding, span.has_head, span.layers_by_stage, *kinds), rank))
-    return tuple(found)
+    traits = [(*spec.traits_of(layer), layer in recomputed) for layer in range(spec.layers)]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, span in enumerate(rank_spans(spec, length, layout)):
+        ends = span.has_embedding, span.has_head, all_forwards_first(layout, rank, micro_batches)
+        alike.setdefault((*ends, span.layers_by_stage, *traits[span.first : span.last]), []).append(rank)
+    ranks = {group[0] for group in alike.values()}
+    return tuple(sorted(ranks | {group[-1] for group in alike.values()} if layout.splits_backward else ranks))
 
 
 def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tuple[int, ...]:
@@ -137,27 +113,22 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
 def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
     """The most that rank `rank` keeps at one time, if one micro-batch in its stages keeps `sizes`, in any unit."""
     if layout.schedule == "interleaved":
-        return most_in_turns(layout, rank, micro_batches, sizes).before_backward
+        return most_in_turns(layout, rank, micro_batches, sizes)[0]
     in_flight = micro_batches_in_flight(layout, rank, micro_batches)
     return sum(count * size for count, size in zip(in_flight, sizes, strict=True))
 
 
-class MostInTurns(NamedTuple):
-    """The most that a rank keeps at one time under the interleaved schedule, in the unit of its stages' sizes."""
+def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The most under the interleaved schedule: at any time, and just after a backward through the first stage.
 
-    before_backward: int
-    beside_first_stage: int
-    """When a micro-batch has just gone backward through its first stage."""
-
-
-def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
-    """The most under the interleaved schedule, which is not always when most micro-batches are in flight: those of a
-    large stage may enter while those of a small one leave. The schedule is periodic, so 4 K micro-batches suffice."""
+    That is not always when most micro-batches are in flight: those of a large stage may enter while those of a small
+    one leave. The schedule is periodic, so 4 K micro-batches suffice.
+    """
     return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
 
 
 @lru_cache(maxsize=4096)
-def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> MostInTurns:
+def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
     """Step through the schedule: forwards until the pipeline is full, then one forward one backward, then backwards."""
     v = len(sizes)
     pieces = micro_batches * v
@@ -171,7 +142,7 @@ def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]
             stage = v - 1 - backward // K % v
             now -= sizes[stage]
             beside_first = max(beside_first, now) if stage == 0 else beside_first
-    return MostInTurns(most, beside_first)
+    return most, beside_first
 
 
 def all_forwards_first(layout: Layout, rank: int, micro_batches: int) -> bool:
@@ -179,6 +150,5 @@ def all_forwards_first(layout: Layout, rank: int, micro_batches: int) -> bool:
 
     False without a flush between steps: gradients of the step before then exist.
     """
-    if layout.has_two_versions:
-        return False
-    return sum(micro_batches_in_flight(layout, rank, micro_batches)) >= micro_batches * layout.stages_per_rank
+    in_flight = sum(micro_batches_in_flight(layout, rank, micro_batches))
+    return not layout.has_two_versions and in_flight >= micro_batches * layout.stages_per_rank

@@ -19,6 +19,7 @@ from tightfit.memory.formulas.segments import unsplit_rest
 from tightfit.models.spec import ModelSpec
 
 SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
+STATISTICS = "row_norm keeps float32 per row"
 
 
 class SavedTensor(NamedTuple):
@@ -46,21 +47,20 @@ class SavedBytes(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -> tuple[SavedTensor, ...]:
     """Everything layer `layer` keeps for backward at `level` of recomputation (levers/checkpoint_keep.py)."""
-    layer_input = SavedTensor("residual", "layer input", shape.stream_bytes, "to compute the layer again")
-    of_attention = attended(shape)
+    saved = [SavedTensor("residual", "layer input", shape.stream_bytes, "to compute the layer again")]
+    of_attention = _attended(shape)
     if level == "everything" and shape.is_tiled(layer):
-        return layer_input, *of_attention
-    if level == "everything":
-        return *attention_saved(shape), *mlp_saved(shape, layer), *engine_saved(shape, layer)
-    saved = [layer_input]
-    if level != "nothing":
+        saved += of_attention
+    elif level == "everything":
+        saved = [*attention_saved(shape), *_mlp_saved(shape, layer), *_engine_saved(shape, layer)]
+    elif level != "nothing":
         saved += [tensor for tensor in of_attention if tensor.name in ("output", "logsumexp")]
     if level == "matmuls":
         products = [tensor for tensor in of_attention if tensor.name in ("queries", "keys and values")]
         kept_share = ENGINES[shape.engine_name].kept_product_share
-        for tensor in products + product_saved(shape, layer):
+        for tensor in products + _product_saved(shape, layer):
             saved.append(tensor._replace(bytes=int(kept_share * tensor.bytes)))
-    return tuple(saved)
+    return tuple(tensor for tensor in saved if tensor.bytes)
 
 
 def total(tensors: Iterable[SavedTensor]) -> int:
@@ -80,57 +80,51 @@ def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
 
 @lru_cache(maxsize=4096)
 def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
-    """Tensors saved by a layer's first half: from the residual stream to attention's projected output."""
-    spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
-    saved = [
-        SavedTensor("residual", "layer input", shape.stream_bytes, "row_norm keeps its input"),
-        SavedTensor("norms", "attention norm statistics", norm_bytes, "row_norm keeps float32 per row"),
-    ]
-    if shape.trains("q", "k", "v"):
-        why = "q, k and v share the norm's output"
-        saved.append(SavedTensor("attention", "projections' input", shape.inputs_bytes, why))
-    if low_bytes := low_rank_bytes(shape, "q", "k", "v", "o"):
-        saved.append(SavedTensor("attention", "adapters' A x", low_bytes, "B's gradient needs it"))
-    if spec.qk_norm:
-        rows = shape.tokens * (2 if spec.qk_norm_joint else shape.heads + shape.kv_heads)
-        saved += _norm_saved(spec, "queries and keys", shape.query_bytes + shape.key_bytes, rows)
+    """Tensors saved by a layer's first half, from the residual stream to attention's projected output; of the lists in
+    this file some lines have no bytes."""
+    spec, latent, stream_bytes, stream_rows = shape.spec, shape.spec.latent, shape.stream_bytes, shape.stream_tokens
+    input_bytes = shape.inputs_bytes if shape.trains("q", "k", "v") else 0
+    heads_bytes = shape.query_bytes + shape.key_bytes if spec.qk_norm else 0
+    heads = 2 if spec.qk_norm_joint else shape.heads + shape.kv_heads
     # Latent attention's down-projections (models/latent_attention.py): each vector before and after its norm.
-    ranks = (spec.latent.kv_rank, spec.latent.query_rank) if spec.latent is not None else (0, 0)
-    for name, rank in zip(("keys' and values' vectors", "queries' vectors"), ranks, strict=True):
-        if vector_bytes := shape.tokens * (rank or 0) * shape.element_bytes:
-            saved += _norm_saved(spec, name, vector_bytes, shape.tokens)
-            saved.append(SavedTensor("attention", name, vector_bytes, "the input of what is made of them"))
-    saved += attended(shape)
-    if spec.sandwich_norms:
-        saved += _norm_saved(spec, "attention output", shape.stream_bytes, shape.stream_tokens)
-    return tuple(saved)
+    kv_rank, query_rank = (latent.kv_rank, latent.query_rank or 0) if latent is not None else (0, 0)
+    kv_bytes, query_bytes = (shape.tokens * rank * shape.element_bytes for rank in (kv_rank, query_rank))
+    return (
+        SavedTensor("residual", "layer input", stream_bytes, "row_norm keeps its input"),
+        SavedTensor("norms", "attention norm statistics", statistic_bytes(spec, stream_rows), STATISTICS),
+        SavedTensor("attention", "projections' input", input_bytes, "q, k and v share the norm's output"),
+        SavedTensor("attention", "adapters' A x", low_rank_bytes(shape, "q", "k", "v", "o"), "B's gradient needs it"),
+        *_norm_saved(spec, "queries and keys", heads_bytes, shape.tokens * heads),
+        *_norm_saved(spec, "keys' and values' vectors", kv_bytes, shape.tokens),
+        SavedTensor("attention", "keys' and values' vectors", kv_bytes, "the input of what is made of them"),
+        *_norm_saved(spec, "queries' vectors", query_bytes, shape.tokens),
+        SavedTensor("attention", "queries' vectors", query_bytes, "the input of what is made of them"),
+        *_attended(shape),
+        *_norm_saved(spec, "attention output", stream_bytes if spec.sandwich_norms else 0, stream_rows),
+    )
 
 
-def attended(shape: LocalShape) -> list[SavedTensor]:
+def _attended(shape: LocalShape) -> list[SavedTensor]:
     """Tensors saved by attention itself."""
     logsumexp_bytes = FLOAT32_BYTES * shape.tokens * shape.heads
-    saved = [
+    unpadded_bytes = shape.tokens * shape.spec.output_size * shape.element_bytes if shape.spec.latent is not None else 0
+    codes_bytes = shape.query_bytes // shape.element_bytes if shape.codes_inputs else 0
+    return [
         SavedTensor("attention", "queries", shape.query_bytes, "flash attention keeps what rope wrote"),
         SavedTensor("attention", "keys and values", 2 * shape.attended_key_bytes, "kept once per key head", 2),
         SavedTensor("attention", "output", shape.query_bytes, "attention and the output projection share it"),
         SavedTensor("attention", "logsumexp", logsumexp_bytes, "flash attention keeps float32 per row and head"),
+        SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input"),
+        SavedTensor("attention", "output's codes", codes_bytes, "the output projection's input in fp8"),
+        SavedTensor("attention", "output returned", shape.returned_bytes, "the output projection's is a copy"),
     ]
-    if shape.spec.latent is not None:
-        unpadded_bytes = shape.tokens * shape.spec.output_size * shape.element_bytes
-        saved.append(SavedTensor("attention", "unpadded output", unpadded_bytes, "the output projection's input"))
-    if shape.codes_inputs:
-        codes_bytes = shape.query_bytes // shape.element_bytes
-        saved.append(SavedTensor("attention", "output's codes", codes_bytes, "the output projection's input in fp8"))
-    if copy_bytes := shape.returned_bytes:
-        saved.append(SavedTensor("attention", "output returned", copy_bytes, "the output projection's is a copy"))
-    return saved
 
 
-def _norm_saved(spec: ModelSpec, name: str, input_bytes: int, rows: int) -> list[SavedTensor]:
-    return [
-        SavedTensor("norms", f"{name} before norm", input_bytes, "row_norm keeps its input"),
-        SavedTensor("norms", f"{name} norm statistics", statistic_bytes(spec, rows), "row_norm keeps float32 per row"),
-    ]
+def _norm_saved(spec: ModelSpec, name: str, input_bytes: int, rows: int) -> tuple[SavedTensor, ...]:
+    """A norm of `input_bytes` in `rows`, where the model has it."""
+    norm_bytes = statistic_bytes(spec, rows) if input_bytes else 0
+    before = SavedTensor("norms", f"{name} before norm", input_bytes, "row_norm keeps its input")
+    return before, SavedTensor("norms", f"{name} norm statistics", norm_bytes, STATISTICS)
 
 
 def statistic_bytes(spec: ModelSpec, rows: int) -> int:
@@ -138,38 +132,37 @@ def statistic_bytes(spec: ModelSpec, rows: int) -> int:
     return FLOAT32_BYTES * rows * (2 if spec.norm == "layer" else 1)
 
 
-@lru_cache(maxsize=4096)
-def mlp_saved(shape: LocalShape, layer: int) -> tuple[SavedTensor, ...]:
+def _mlp_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     """Tensors saved by a layer's second half: from the residual sum after attention to the MLP's output."""
-    spec, norm_bytes = shape.spec, statistic_bytes(shape.spec, shape.stream_tokens)
-    input_bytes = shape.stream_bytes if spec.is_routed(layer) else shape.inputs_bytes
-    saved = [
-        SavedTensor("residual", "sum after attention", shape.stream_bytes, "row_norm keeps the sum it norms"),
-        SavedTensor("norms", "MLP norm statistics", norm_bytes, "row_norm keeps float32 per row"),
+    spec, stream_bytes, stream_rows = shape.spec, shape.stream_bytes, shape.stream_tokens
+    input_bytes = stream_bytes if spec.is_routed(layer) else shape.inputs_bytes
+    read_bytes = input_bytes if shape.trains("gate", "up") else 0
+    low_bytes = low_rank_bytes(shape, "gate", "up", "down")
+    return [
+        SavedTensor("residual", "sum after attention", stream_bytes, "row_norm keeps the sum it norms"),
+        SavedTensor("norms", "MLP norm statistics", statistic_bytes(spec, stream_rows), STATISTICS),
         *(_experts_saved(shape) if spec.is_routed(layer) else _dense_saved(shape, spec.mlp_size)),
+        SavedTensor("mlp", "input", read_bytes, "gate and up projections (or router) share the norm's output"),
+        SavedTensor("mlp", "adapters' A x", low_bytes, "B's gradient needs it"),
+        *_norm_saved(spec, "MLP output", stream_bytes if spec.sandwich_norms else 0, stream_rows),
     ]
-    if shape.trains("gate", "up"):
-        why = "gate and up projections (or router) share the norm's output"
-        saved.append(SavedTensor("mlp", "input", input_bytes, why))
-    if low_bytes := low_rank_bytes(shape, "gate", "up", "down"):
-        saved.append(SavedTensor("mlp", "adapters' A x", low_bytes, "B's gradient needs it"))
-    if spec.sandwich_norms:
-        saved += _norm_saved(spec, "MLP output", shape.stream_bytes, shape.stream_tokens)
-    return tuple(saved)
 
 
 def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
     spec, inner_bytes = shape.spec, shape.inner_bytes(width)
-    if spec.gated:
-        saved = [SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product", 2)]
-        product_bytes = inner_bytes if shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks else 0
-        why = "projections with biases or adapters, or on a mesh, are by themselves, and down keeps its input"
-        product = SavedTensor("mlp", "product", product_bytes, why)
-    else:
-        saved = [SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input")]
-        product_bytes = inner_bytes // (shape.element_bytes if shape.codes_inputs else 1)
-        product = SavedTensor("mlp", "activated", product_bytes, "the down projection keeps its input")
-    return [*saved, product] if product_bytes and shape.trains("down") else saved
+    product_bytes = inner_bytes if shape.trains("down") else 0
+    if not spec.gated:
+        activated_bytes = product_bytes // (shape.element_bytes if shape.codes_inputs else 1)
+        return [
+            SavedTensor("mlp", "up", inner_bytes, "the activation keeps its input"),
+            SavedTensor("mlp", "activated", activated_bytes, "the down projection keeps its input"),
+        ]
+    # Projections with biases or adapters, or on a mesh, are by themselves, and down keeps its input.
+    apart_bytes = product_bytes if shape.adapted is not None or spec.mlp_bias or shape.mesh_ranks else 0
+    return [
+        SavedTensor("mlp", "gate and up", 2 * inner_bytes, "gated_mlp keeps both, and not their product", 2),
+        SavedTensor("mlp", "product", apart_bytes, "the down projection, which is by itself, keeps its input"),
+    ]
 
 
 def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
@@ -178,62 +171,59 @@ def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
     Expert ranks (parallel/expert.py; load assumed balanced) also keep the rows they received, and the permutation of
     rows before sending and after receiving.
     """
-    spec, tokens, element_bytes, experts = shape.spec, shape.tokens, shape.element_bytes, shape.spec.experts
+    tokens, element_bytes, experts = shape.tokens, shape.element_bytes, shape.spec.experts
     assert experts is not None
     chosen, travels = experts.per_token * tokens, shape.expert > 1
     probabilities_bytes = FLOAT32_BYTES * (tokens + 1) * experts.count
     weights_bytes = chosen * element_bytes + (FLOAT32_BYTES * (chosen + tokens) if experts.normalise else 0)
     index_bytes = INT64_BYTES * (2 * chosen + (3 if travels else 1) * shape.routed_rows)
     index_bytes += INT32_BYTES * experts.count // shape.expert
+    logits_bytes = FLOAT32_BYTES * tokens * (experts.count + 1) if experts.z_weight else 0
+    biases_bytes = INT64_BYTES * chosen + tokens * experts.count * element_bytes if shape.spec.mlp_bias else 0
+    received_bytes = shape.routed_bytes if travels else 0
+    is_gated = experts.shared_size and experts.shared_gated
+    gated_bytes = shape.hidden_bytes + tokens * element_bytes if is_gated else 0
     inner_bytes = 2 * shape.experts_inner_bytes
-    saved = [
+    return [
         SavedTensor("routing", "router probabilities", probabilities_bytes, "softmax output, balance shares"),
         SavedTensor("routing", "chosen experts and rows", index_bytes, "top-k, each row's token, each token's rows"),
         SavedTensor("routing", "weights", weights_bytes, "normalising keeps both sides, combining its factor"),
         SavedTensor("mlp", "experts' gate and up", inner_bytes, "no copies of tokens, no products, no outputs", 2),
+        SavedTensor("routing", "router logits", logits_bytes, "float32, and their logsumexp: the z-loss"),
+        SavedTensor("routing", "weights by expert", biases_bytes, "of down biases: [tokens, experts]"),
+        SavedTensor("mlp", "received rows", received_bytes, "the input of this rank's experts"),
+        *(_dense_saved(shape, experts.shared_size) if experts.shared_size else ()),
+        SavedTensor("mlp", "shared expert's output and gate", gated_bytes, "mul keeps both sides"),
     ]
-    if experts.z_weight:
-        logits_bytes = FLOAT32_BYTES * tokens * (experts.count + 1)
-        saved.append(SavedTensor("routing", "router logits", logits_bytes, "float32, and their logsumexp: the z-loss"))
-    if spec.mlp_bias:
-        bias_bytes = INT64_BYTES * chosen + tokens * experts.count * element_bytes
-        saved.append(SavedTensor("routing", "weights by expert", bias_bytes, "of down biases: [tokens, experts]"))
-    if travels:
-        saved.append(SavedTensor("mlp", "received rows", shape.routed_bytes, "the input of this rank's experts"))
-    if experts.shared_size:
-        saved += _dense_saved(shape, experts.shared_size)
-    if experts.shared_size and experts.shared_gated:
-        gated_bytes = shape.hidden_bytes + tokens * element_bytes
-        saved.append(SavedTensor("mlp", "shared expert's output and gate", gated_bytes, "mul keeps both sides"))
-    return saved
 
 
-def product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
+def _product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     """Products kept by `checkpoint_keep: matmuls` beside attention's: the output projection's result, gate and up; the
     down projection's only where a norm or a router needs it."""
     spec, hidden_bytes, experts = shape.spec, shape.hidden_bytes, shape.spec.experts
-    saved = [SavedTensor("attention", "projected output", hidden_bytes, "the sum with the residual is made again")]
+    projected = SavedTensor("attention", "projected output", hidden_bytes, "the sum with the residual is made again")
     if experts is None or not spec.is_routed(layer):
         inner_bytes = spec.up_projections * shape.inner_bytes(spec.mlp_size)
-        saved.append(SavedTensor("mlp", "gate and up", inner_bytes, "the activation is computed again"))
-        if spec.sandwich_norms:
-            saved.append(SavedTensor("mlp", "output", hidden_bytes, "its norm is computed again"))
-        return saved
+        normed_bytes = hidden_bytes if spec.sandwich_norms else 0
+        return [
+            projected,
+            SavedTensor("mlp", "gate and up", inner_bytes, "the activation is computed again"),
+            SavedTensor("mlp", "output", normed_bytes, "its norm is computed again"),
+        ]
     scores_bytes = shape.tokens * experts.count * shape.element_bytes
     output_bytes = shape.routed_bytes if needs_last_product(spec, layer) else 0
     experts_bytes = 2 * shape.experts_inner_bytes + output_bytes
-    saved += [
+    gate_bytes = hidden_bytes + shape.tokens * shape.element_bytes if experts.shared_gated else 0
+    shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + gate_bytes if experts.shared_size else 0
+    return [
+        projected,
         SavedTensor("routing", "router's scores", scores_bytes, "the choice of experts is computed again"),
         SavedTensor("mlp", "experts' products", experts_bytes, "gate and up; with a shared expert the outputs too"),
+        SavedTensor("mlp", "shared expert's gate, up, output and share", shared_bytes, "multiplied again"),
     ]
-    if experts.shared_size:
-        gate_bytes = hidden_bytes + shape.tokens * shape.element_bytes if experts.shared_gated else 0
-        shared_bytes = 2 * shape.inner_bytes(experts.shared_size) + gate_bytes
-        saved.append(SavedTensor("mlp", "shared expert's gate, up, output and share", shared_bytes, "multiplied again"))
-    return saved
 
 
-def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
+def _engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     """Tensors that other engines save beyond tightfit's: float32 copies of norms' inputs, rope's products, the
     activated gate and its product with up; some keep the input that tensor ranks all-gather for a block."""
     if shape.engine_name == "tightfit":
@@ -244,12 +234,11 @@ def engine_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     norm_bytes, rope_bytes = int(norms * shape.stream_bytes), int(rope * (shape.query_bytes + shape.key_bytes))
     activation_copies = memory.gate_copies if spec.gated else memory.activation_copies
     gate_bytes = int(activation_copies * shape.inner_bytes(spec.active_mlp_size(layer)))
-    saved = [
+    gathered_bytes = 2 * (shape.hidden_bytes - shape.stream_bytes)  # of both blocks
+    kept_bytes = gathered_bytes if memory.keeps_gathered and shape.sequence_parallel else 0
+    return [
         SavedTensor("norms", "unfused norms", norm_bytes, "single operations keep copies"),
         SavedTensor("attention", "unfused rope", rope_bytes, "products with sine and cosine"),
         SavedTensor("mlp", "unfused activation", gate_bytes, "activated gate and product are kept"),
+        SavedTensor("attention", "gathered inputs", kept_bytes, "kept instead of gathered again"),
     ]
-    if memory.keeps_gathered and shape.sequence_parallel:
-        more_bytes = 2 * (shape.hidden_bytes - shape.stream_bytes)  # of both blocks
-        saved.append(SavedTensor("attention", "gathered inputs", more_bytes, "kept instead of gathered again"))
-    return saved

@@ -7,7 +7,7 @@ value of a token and head is D bytes and a scale. With latent attention a token 
 Limits: blocks of the paged cache are not counted, of which the last per request is half empty on average.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.layer import layer_cost
@@ -25,37 +25,28 @@ PREFILL_TOKENS = 2048
 """Tokens of prompts that a server reads at a time."""
 
 
-class Block(NamedTuple):
-    """A quantization block: `bytes` hold `weights` weights."""
-
-    bytes: int
-    weights: int
-
-
-BLOCKS: dict[WeightFormat, Block] = {
-    "fp32": Block(4, 1),
-    "fp16": Block(2, 1),
-    "bf16": Block(2, 1),
-    "q8_0": Block(34, 32),
-    "q4_1": Block(20, 32),
-    "q4_0": Block(18, 32),
+BLOCKS: dict[WeightFormat, tuple[int, int]] = {
+    "fp32": (4, 1),
+    "fp16": (2, 1),
+    "bf16": (2, 1),
+    "q8_0": (34, 32),
+    "q4_1": (20, 32),
+    "q4_0": (18, 32),
 }
+"""Bytes of a quantization block, and weights in it."""
 
 
 def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
-    """All weights in `form`."""
-    block = BLOCKS[form]
-    small = 0 if block.weights == 1 else small_params(spec)
-    return ceil((spec.params() - small) * block.bytes, block.weights) + FLOAT32_BYTES * small
-
-
-def small_params(spec: ModelSpec) -> int:
-    """Weights that are not quantized: norms, biases, learned positions."""
+    """All weights in `form`; norms, biases and learned positions are not quantized."""
+    block_bytes, block_weights = BLOCKS[form]
+    if block_weights == 1:
+        return block_bytes * spec.params()
     norms = spec.norm_params * spec.norms_per_layer + spec.qk_norm_params
     attention = (spec.query_size + 2 * spec.kv_size) * spec.qkv_bias + spec.hidden_size * spec.output_bias
     mlp = (spec.up_projections * spec.mlp_size + spec.hidden_size) * spec.mlp_bias
     positions = spec.max_positions * spec.hidden_size if spec.rope is None else 0
-    return spec.layers * (norms + attention + mlp) + spec.norm_params + positions
+    small = spec.layers * (norms + attention + mlp) + spec.norm_params + positions
+    return ceil((spec.params() - small) * block_bytes, block_weights) + FLOAT32_BYTES * small
 
 
 def cache_bytes(
@@ -123,12 +114,9 @@ def serving_ledger(
         parts.append((About("weights", "a copy in 16 bits", "what a CPU's products read"), copied_bytes))
     if expanded_bytes:
         parts.append((About("workspace", "an expanded matrix", "widths that no kernel reads packed"), expanded_bytes))
-    return Ledger("formulas", (*_lines("load", [weights], overheads), *_lines("forward", parts, overheads)))
-
-
-def _lines(phase: Phase, parts: list[tuple[About, int]], overheads: Overheads) -> list[Line]:
-    found = [
-        Line(component=about.component, phase=phase, detail=about.detail, why=about.why, bytes=size)
-        for about, size in parts
-    ]
-    return found + overheads.lines(phase, sum(size for _, size in parts))
+    lines: list[Line] = []
+    phases: dict[Phase, list[tuple[About, int]]] = {"load": [weights], "forward": parts}
+    for phase, held in phases.items():
+        lines += [Line(**about._asdict(), phase=phase, bytes=size) for about, size in held]
+        lines += overheads.lines(phase, sum(size for _, size in held))
+    return Ledger("formulas", tuple(lines))

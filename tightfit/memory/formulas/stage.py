@@ -30,10 +30,9 @@ from tightfit.memory.formulas.saved import SavedBytes, attention_saved, saved_by
 
 
 class LayerKind:
-    """Bytes and weights of one layer, shared by all layers that are alike."""
+    """Bytes and weights of one layer that keeps `level`, shared by all layers that are alike."""
 
     def __init__(self, shape: LocalShape, layer: int, level: KeepLevel) -> None:
-        """The kind of `layer`, which keeps `level`."""
         params, cost, element_bytes = layer_params(shape, layer), layer_cost(shape, layer), shape.element_bytes
         self.is_recomputed = level != "everything"
         self.weights = params.all
@@ -44,9 +43,7 @@ class LayerKind:
         """Part of `weights` that is FSDP2's padding of a stack of experts and has no gradient (local_shape.py)."""
         self.saved = saved_bytes(shape, layer, level)
         self.working_bytes = cost.forward_working
-        """Peak of a forward without autograd, which saves nothing."""
         self.moments = (cost.recompute, *cost.backward) if self.is_recomputed else cost.backward
-        """Moments of its backward, after that of its recomputation if it is recomputed."""
 
         def growing(moment: LayerMoment) -> int:
             return moment.activation_bytes + element_bytes * (moment.complete_weights + moment.weight_copies)
@@ -85,7 +82,12 @@ class LayerVisit(NamedTuple):
 
 
 class StageMemory:
-    """Bytes and numbers of weights of one pipeline rank."""
+    """One pipeline rank whose layers keep `levels`; inputs of its first `offloaded` recomputed layers are on the host.
+
+    Of weights, `padding_weights` are FSDP2's padding and have no gradient, `apart_weights` are those of split experts,
+    which other data ranks do not hold, `widest` are the largest layer's,
+    `widest_dense` the largest layer's without split experts, `widest_group` those of the largest FSDP2 group.
+    """
 
     def __init__(
         self,
@@ -96,51 +98,42 @@ class StageMemory:
         offloaded: int,
         every_layer: bool = False,
     ) -> None:
-        """A stage whose layers keep `levels`; inputs of its first `offloaded` recomputed layers are on the host."""
         kinds = _layer_kinds(shape, span.first, levels)
         counts = Counter(kinds)
         self.span = span
         self.params, self.layer_params = stage_params(shape, span)
-        """Weights of all, and of the layers."""
         self.weights, self.layer_weights = self.params.all, self.layer_params.all
         self.padding_weights = sum(count * kind.padding_weights for kind, count in counts.items())
-        """Part of `weights` that is FSDP2's padding of stacks of experts and has no gradient (local_shape.py)."""
+        self.apart_weights = sum(count * kind.apart_weights for kind, count in counts.items())
         self.widest = max(kind.weights for kind in counts)
-        """Weights of the layer that has most."""
         self.widest_dense = max(kind.weights - kind.apart_weights for kind in counts)
-        """Weights of the largest FSDP2 group of a layer, without split experts."""
         self.widest_group = max(self.widest_dense, *(kind.apart_weights for kind in counts))
-        """Weights of the largest FSDP2 group, groups of split experts included."""
-
+        self.last_layer_matrices = layer_matrices(shape, span.last - 1)
         self.vocabulary = vocabulary_params(shape)
         """Weights of the embedding, and of the output projection: as many."""
         self.shares_embedding = span.shares_embedding(shape.spec)
         """Whether the two are one (tied) weight on this rank."""
         self.outside = self.weights - self.layer_weights
-        """Weights outside layers: of an untied embedding, and of the root."""
         self.embedding = self.vocabulary if span.has_embedding and not self.shares_embedding else 0
-        """Weights of an untied embedding; 0 on other stages."""
         self.root = self.outside - self.embedding
-        """Weights of FSDP2's group of what is in no other: final norm, output projection, tied embedding, positions."""
-        self.last_layer_matrices = layer_matrices(shape, span.last - 1)
-        """Weights of each matrix of the last layer."""
+        """Weights `outside` layers: an untied `embedding`, and FSDP2's group `root` of what is in no other: final norm,
+        output projection, tied embedding, positions."""
 
-        self.offloaded = offloaded
-        """Recomputed layers whose input is on the host."""
-        self.offloaded_by_stage = _by_stage(levels, span.layers_by_stage, offloaded)
-        """`offloaded` by stage of the rank."""
+        self.offloaded, self.offloaded_by_stage = offloaded, _by_stage(levels, span.layers_by_stage, offloaded)
         self.saved = _saved(shape, counts, offloaded)
         """Activations of one micro-batch that layers keep on the GPU."""
         self.tables_bytes = _tables_bytes(shape, span)
-        """Bytes outside the layers while these run backward: rope tables, counts of tokens by expert."""
         norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
         self.outside_bytes = self.tables_bytes + norm_bytes
-        """The same with the final norm's input."""
+        """Bytes outside the layers with the final norm's input; while layers run backward, only tables."""
         self.forward_extra_bytes = forward_extra(shape, span.last - 1, levels[-1])
         """Temporaries beside the saved tensors when forward ends its last layer."""
         self.working_bytes = max(kind.working_bytes for kind in counts)
         """Peak of a layer's forward without autograd."""
-        self.for_weights_bytes = len(levels) * _for_weights_bytes(shape)
+        # Gradients of the outputs of q, k and v, and 4 of the stream's size: of norms, output projection and MLP.
+        qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
+        layer_bytes = shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
+        self.for_weights_bytes = len(levels) * layer_bytes
         """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
         self.visits = tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1]
         """Layers at which backward may be fullest, from the last to the first."""
@@ -170,7 +163,7 @@ def stage_params(shape: LocalShape, span: RankSpan) -> tuple[Params, Params]:
     """Weights of a stage (with the embedding, the final norm and the output projection it has), and of its layers."""
     spec, in_layers = shape.spec, Params()
     example = {spec.is_routed(layer): layer for layer in range(span.first, span.last)}
-    for is_routed, count in Counter(spec.is_routed(layer) for layer in range(span.first, span.last)).items():
+    for is_routed, count in Counter(map(spec.is_routed, range(span.first, span.last))).items():
         in_layers = in_layers.plus(layer_params(shape, example[is_routed]), count)
     before = embedding_params(shape) if span.has_embedding else 0
     head = 0 if span.shares_embedding(spec) else vocabulary_params(shape)
@@ -179,33 +172,29 @@ def stage_params(shape: LocalShape, span: RankSpan) -> tuple[Params, Params]:
 
 
 def _by_stage(levels: tuple[KeepLevel, ...], layers_by_stage: tuple[int, ...], offloaded: int) -> tuple[int, ...]:
-    """How many of the first `offloaded` recomputed layers each stage has."""
-    ends = tuple(accumulate(layers_by_stage))
+    """How many of the first `offloaded` recomputed layers each stage of the rank has."""
     recomputed = [layer for layer, level in enumerate(levels) if level != "everything"][:offloaded]
-    return tuple(
-        sum(end - own <= layer < end for layer in recomputed) for end, own in zip(ends, layers_by_stage, strict=True)
-    )
+    ends = zip(layers_by_stage, accumulate(layers_by_stage), strict=True)
+    return tuple(sum(end - own <= layer < end for layer in recomputed) for own, end in ends)
 
 
 @lru_cache(maxsize=65536)
 def _layer_kinds(shape: LocalShape, first: int, levels: tuple[KeepLevel, ...]) -> tuple[LayerKind, ...]:
     """Kinds of the layers from `first` on, which keep `levels`."""
-    spec, kinds, found = shape.spec, dict[object, LayerKind](), list[LayerKind]()
-    for layer, level in enumerate(levels, first):
-        traits = *spec.traits_of(layer), level
-        if traits not in kinds:
-            kinds[traits] = _remembered_kind(shape, layer, level)
-        found.append(kinds[traits])
-    return tuple(found)
+    traits = [(*shape.spec.traits_of(layer), level) for layer, level in enumerate(levels, first)]
+    kinds = {}
+    for index, trait in enumerate(traits):
+        if trait not in kinds:
+            kinds[trait] = _remembered_kind(shape, first + index, levels[index])
+    return tuple(kinds[trait] for trait in traits)
 
 
 def _saved(shape: LocalShape, counts: Mapping[LayerKind, int], offloaded: int) -> SavedBytes:
     """Saved tensors on the GPU of `counts` layers of each kind, without the first `offloaded` recomputed inputs."""
-    total = SavedBytes()
+    sums = SavedBytes()
     for kind, count in counts.items():
-        total = SavedBytes(*[sum_ + count * size for sum_, size in zip(total, kind.saved, strict=True)])
-    on_host = min(offloaded, _recomputed(counts)) * shape.stream_bytes
-    return total._replace(residual=total.residual - on_host) if on_host else total
+        sums = SavedBytes(*[sum_ + count * size for sum_, size in zip(sums, kind.saved, strict=True)])
+    return sums._replace(residual=sums.residual - min(offloaded, _recomputed(counts)) * shape.stream_bytes)
 
 
 def _recomputed(counts: Mapping[LayerKind, int]) -> int:
@@ -223,7 +212,7 @@ def _visits(
         kind, before = kinds[index], Counter(kinds[:index])
         recomputed_before = _recomputed(before)
         # A recomputed layer, this one or one after it, prefetches the input of the recomputed layer before it.
-        called = kind.is_recomputed or _recomputed(counts) > recomputed_before
+        called = _recomputed(counts) > recomputed_before
         visit = LayerVisit(
             kind=kind,
             saved_before=_saved(shape, before, offloaded),
@@ -235,13 +224,6 @@ def _visits(
             awaits_input=called and 0 < recomputed_before <= offloaded,
         )
         yield from (visit._replace(moment=moment) for moment in kind.moments) if every_layer else (visit,)
-
-
-def _for_weights_bytes(shape: LocalShape) -> int:
-    """Of one layer: gradients of the outputs of q, k, v (tokens × columns), and 4 of the stream's size for the outputs
-    of the norms, the output projection and the MLP."""
-    qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
-    return shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
 
 
 def _tables_bytes(shape: LocalShape, span: RankSpan) -> int:

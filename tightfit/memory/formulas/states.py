@@ -15,22 +15,18 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.state_format import moment_bytes
 from tightfit.jobs.workload import Workload
-from tightfit.levers.policy.offload import (
-    MASTER_SLOTS,
-    PIECE_ELEMENTS,
-    STATE_SLOTS,
-    WEIGHT_SLOTS,
-    count_that_fit,
-    offloads_states,
-    offloads_weights,
-)
+from tightfit.levers.policy import offload
 from tightfit.memory.formulas.local_shape import ceil
 from tightfit.memory.formulas.params import Params
 from tightfit.memory.formulas.story import OnHost, Resident
 
 
 class States:
-    """Bytes per weight, and bytes of weights, masters and moments that one rank holds throughout the run."""
+    """Bytes per weight, and bytes of weights, masters and moments that a rank with `params` holds throughout the run.
+
+    `params` and, of them, `in_layers` are before data ranks split them; layers' weights on the host are copied to the
+    GPU `streamed_at_once` at a time.
+    """
 
     def __init__(
         self,
@@ -41,9 +37,7 @@ class States:
         in_layers: Params,
         streamed_at_once: int = 0,
     ) -> None:
-        """A rank with `params`, of which `in_layers` are in layers, before data ranks split them; layers' weights on
-        the host are copied to the GPU `streamed_at_once` at a time."""
-        has_masters, is_offloaded = workload.has_masters, offloads_states(levers)
+        has_masters, is_offloaded = workload.has_masters, offload.offloads_states(levers)
         shards_are_masters = layout.zero > 0 and has_masters and not is_offloaded
         self.ranks = layout.zero_ranks
         """Ranks that share one copy of the weights, where ZeRO splits them."""
@@ -60,32 +54,36 @@ class States:
         """Bytes of a gradient kept for the update: under FSDP2 in the shards' dtype, float32 if they are masters."""
         self.reduced_gradient_bytes = self.updated_bytes if layout.zero else self.element_bytes
         """Bytes of a gradient in FSDP2's reduce-scatter, and in ZeRO-1's sum over micro-batches: 4 with masters."""
-        self.streams_weights = offloads_weights(levers)
+        self.streams_weights = offload.offloads_weights(levers)
         """Whether layers' weights are on the host."""
-        self.resident = Resident(
-            weights=0 if shards_are_masters else self.element_bytes * self.owned,  # 16-bit copies come and go
-            masters=FLOAT32_BYTES * self.owned if has_masters else 0,
-            moments=round(self.moment_bytes * self.owned),
+        self.resident, self.host = (
+            Resident(
+                weights=0 if shards_are_masters else self.element_bytes * self.owned,  # 16-bit copies come and go
+                masters=FLOAT32_BYTES * self.owned if has_masters else 0,
+                moments=round(self.moment_bytes * self.owned),
+            ),
+            OnHost(),
         )
-        self.host = OnHost()
         if is_offloaded:
             kept = kept_weights(workload, layout, levers, self.owned, offloaded_bytes(workload, levers))
             owned_in_layers = round(self.owned * in_layers.all / max(1, params.all))
-            ring_bytes = STATE_SLOTS * min(PIECE_ELEMENTS, self.owned) * passing_bytes(workload, levers)
-            self._move_to_host(self.owned - kept, owned_in_layers, streamed_at_once, round(ring_bytes))
+            ring_elements = offload.STATE_SLOTS * min(offload.PIECE_ELEMENTS, self.owned)
+            ring_bytes = round(ring_elements * passing_bytes(workload, levers))
+            self._move_to_host(self.owned - kept, owned_in_layers, streamed_at_once, ring_bytes)
 
     def _move_to_host(self, offloaded: int, owned_in_layers: int, streamed_at_once: int, ring_bytes: int) -> None:
         """Move the states of `offloaded` weights, and layers' weights where these are streamed."""
         resident, element_bytes = self.resident, self.element_bytes
         share = offloaded / self.owned if self.owned else 0.0
         streamed = min(offloaded, owned_in_layers) if self.streams_weights and resident.weights else 0
-        slots_bytes = WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
-        narrowing_bytes = MASTER_SLOTS * FLOAT32_BYTES * PIECE_ELEMENTS if streamed and resident.masters else 0
+        slots_bytes = offload.WEIGHT_SLOTS * element_bytes * streamed_at_once if streamed else 0
+        casts_masters = streamed and resident.masters
+        cast_bytes = offload.MASTER_SLOTS * FLOAT32_BYTES * offload.PIECE_ELEMENTS if casts_masters else 0
         self.resident = Resident(
             weights=resident.weights - element_bytes * streamed + slots_bytes,
             masters=round(resident.masters * (1 - share)),
             moments=round(resident.moments * (1 - share)),
-            staging=(ring_bytes if offloaded else 0) + narrowing_bytes,
+            staging=(ring_bytes if offloaded else 0) + cast_bytes,
         )
         self.host = OnHost(
             weights=0 if resident.masters else element_bytes * streamed,
@@ -100,14 +98,14 @@ def passing_bytes(workload: Workload, levers: Levers) -> float:
     moments_bytes = moment_bytes(levers, wide=workload.updates_wide)
     if workload.has_masters:
         return moments_bytes + FLOAT32_BYTES
-    return moments_bytes + (workload.weight_bytes if offloads_weights(levers) else 0)
+    return moments_bytes + (workload.weight_bytes if offload.offloads_weights(levers) else 0)
 
 
 def offloaded_bytes(workload: Workload, levers: Levers) -> float:
     """Bytes per weight that offloading frees on the GPU: `passing_bytes`, and a weight that is cast from its master
     whenever it is streamed in."""
-    is_made_again = workload.has_masters and offloads_weights(levers)
-    return passing_bytes(workload, levers) + (workload.weight_bytes if is_made_again else 0)
+    is_cast = workload.has_masters and offload.offloads_weights(levers)
+    return passing_bytes(workload, levers) + (workload.weight_bytes if is_cast else 0)
 
 
 def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int, each_bytes: float) -> int:
@@ -117,5 +115,5 @@ def kept_weights(workload: Workload, layout: Layout, levers: Levers, count: int,
     matrix = ceil(spec.vocab_size, layout.weight_ranks) * spec.hidden_size // (layout.zero_ranks if layout.zero else 1)
     matrices = 1 if spec.tied and layout.pipeline == 1 else 2
     room = int(levers.offload_keep_bytes / each_bytes)
-    whole = count_that_fit([matrix] * matrices, room)
+    whole = offload.count_that_fit([matrix] * matrices, room)
     return min(count, whole * matrix if whole < matrices else room)

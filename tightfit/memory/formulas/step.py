@@ -13,7 +13,7 @@ from tightfit.memory.formulas.in_flight import InFlight, in_flight
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import LayerVisit
-from tightfit.memory.formulas.story import StepMoment, fullest
+from tightfit.memory.formulas.story import StepMoment
 from tightfit.memory.formulas.working_weights import WorkingWeights
 
 SMALL_EMBEDDING_TOKENS = 3072
@@ -35,17 +35,14 @@ class Step:
         self.rank, self.shape, self.stage, self.states = rank, rank.shape, rank.stage, rank.states
         self.gradients = Gradients(rank, flying)
         self.weights = WorkingWeights(rank, self.gradients.earlier_bytes)
-        self.other_micro_batches = flying.other_bytes
-        self.throughout = {
-            "other_micro_batches": flying.other_bytes,
-            "outside_layers": rank.stage.tables_bytes,
-            "earlier_gradients": self.gradients.earlier_bytes,
-        }
-        """Fields of StepMoment that are the same at every moment of forward and backward."""
-        self.with_final_norm = {**self.throughout, "outside_layers": rank.stage.outside_bytes}
-        """The same after the last layer's forward: the final norm has saved its input."""
+        self.flying = flying
+        others = {"other_micro_batches": flying.other_bytes, "earlier_gradients": self.gradients.earlier_bytes}
+        self.throughout = {**others, "outside_layers": rank.stage.tables_bytes}
+        """Fields of StepMoment at every moment of forward and backward, but for these two:"""
+        self.with_final_norm = {**others, "outside_layers": rank.stage.outside_bytes}
+        """After the last layer's forward: the final norm has saved its input."""
         self.at_embedding = {**self.throughout, "other_micro_batches": flying.beside_embedding_bytes}
-        """The same when backward has reached the embedding."""
+        """When backward has reached the embedding."""
 
     def forward(self) -> list[StepMoment]:
         """Its end; or its start, with gradients that await offloaded updates, or weights that FSDP2 gathers."""
@@ -104,7 +101,7 @@ class Step:
         return StepMoment(
             *self.stage.saved,
             **self.with_final_norm,
-            working_weights=self.weights.at_loss(),
+            working_weights=self.weights.at_loss_bytes,
             all_gather=self.weights.all_gather_bytes,
             logits=teacher.chunk or cost.logits,
             teacher=teacher.until_loss + teacher.at_loss,
@@ -149,7 +146,7 @@ class Step:
         return StepMoment(
             *self.stage.saved,
             **self.with_final_norm,
-            working_weights=self.weights.at_loss(),
+            working_weights=self.weights.at_loss_bytes,
             vocabulary_gradients=wide_bytes + narrow_bytes,
             logits=cost.backward - wide_bytes,
             all_gather=self.weights.prefetched(None),
@@ -210,7 +207,7 @@ class Step:
         stage, gradients = self.stage, self.gradients
         return StepMoment(
             **self.at_embedding,
-            working_weights=self.weights.at_embedding(),
+            working_weights=self.weights.at_embedding_bytes,
             done_gradients=gradients.done(stage.layer_weights),
             vocabulary_gradients=gradients.head_bytes + gradients.element_bytes * stage.vocabulary,
             activation_gradients=self.shape.stream_bytes + _cubic_table_bytes(self.shape),
@@ -225,7 +222,7 @@ class Step:
         copy_bytes = self.states.reduced_gradient_bytes * max(stage.root, stage.embedding)
         return StepMoment(
             **self.at_embedding,
-            working_weights=self.weights.at_embedding(),
+            working_weights=self.weights.at_embedding_bytes,
             done_gradients=gradients.done(stage.layer_weights),
             vocabulary_gradients=gradients.element_bytes * stage.outside + copy_bytes,
         )
@@ -237,19 +234,21 @@ class Step:
         if not self.weights.fsdp2.frees_gradients_before_shard:
             return [self._last_reduction(largest, whole=outside, reduced=largest)]
         before = self._last_reduction(largest, whole=outside, reduced=0)
-        after = self._last_reduction(largest, whole=outside - largest, reduced=largest)
-        return [fullest((before, after))]
+        return [before, self._last_reduction(largest, whole=outside - largest, reduced=largest)]
 
     def _last_reduction(self, buffered: int, *, whole: int, reduced: int) -> StepMoment:
         """A reduce-scatter buffer of `buffered` weights, whole gradients of `whole` and shards of `reduced` weights."""
         weights, gradients, layer_weights = self.weights, self.gradients, self.stage.layer_weights
+        states, stays_gathered = self.states, weights.stays_gathered and not weights.sums_whole
         shard_bytes = weights.shards(reduced) if gradients.bytes_per_done_weight else 0
+        is_cast = states.reduced_gradient_bytes > states.kept_gradient_bytes
+        uncast_bytes = states.reduced_gradient_bytes * reduced // states.ranks if is_cast else 0
         moment = StepMoment(
             **self.throughout,
-            working_weights=weights.at_end(),
+            working_weights=states.element_bytes * self.stage.weights if stays_gathered else 0,
             done_gradients=gradients.done(layer_weights) + shard_bytes,
             vocabulary_gradients=gradients.element_bytes * whole,
-            reduce_scatter=self.states.reduced_gradient_bytes * buffered + weights.before_cast(reduced),
+            reduce_scatter=states.reduced_gradient_bytes * buffered + uncast_bytes,
         )
         return self._reducing_sums(moment, whole, layer_weights + reduced) if weights.sums_whole else moment
 
@@ -280,10 +279,9 @@ class Step:
             copies_bytes = self._widened_bytes() if has_masters else 0
         elif levers.optimizer_states == "factored":  # the second moment is expanded to full size, a chunk at a time
             copies_bytes = 3 * FLOAT32_BYTES * min(FACTORED_CHUNK_ELEMENTS, count)
-        in_flight_bytes = self.other_micro_batches if self.rank.layout.has_two_versions else 0
-        return StepMoment(
-            other_micro_batches=in_flight_bytes, all_gradients=element_bytes * count, update_copies=copies_bytes
-        )
+        others_bytes = self.flying.other_bytes if self.rank.layout.has_two_versions else 0
+        gradients_bytes = element_bytes * count
+        return StepMoment(other_micro_batches=others_bytes, all_gradients=gradients_bytes, update_copies=copies_bytes)
 
     def _widened_bytes(self) -> int:
         """Growth while gradients are copied to float32, a bucket at a time: each copy replaces its gradient, unless

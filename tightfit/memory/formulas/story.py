@@ -19,7 +19,7 @@ FROZEN = "frozen, under adapters"
 
 
 class About(NamedTuple):
-    """Texts of a ledger line: everything but its bytes."""
+    """A ledger line but for its bytes."""
 
     component: Component
     detail: str

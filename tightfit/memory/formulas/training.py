@@ -8,6 +8,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout
@@ -28,14 +29,12 @@ SAVED = ("weights", "master weights", "optimizer states")
 
 
 class Peaks(NamedTuple):
-    """The most that a training step needs."""
+    """The most that a training step needs: of one card, with allocator slack and CUDA context; per rank of host memory;
+    and besides that, per rank, for the copy from which a checkpoint is written."""
 
     gpu_bytes: int
-    """Of one card, allocator slack and CUDA context included."""
     host_bytes: int
-    """Of host memory, per rank."""
     saved_bytes: int
-    """Of host memory, per rank and besides `host_bytes`: the copy from which a checkpoint is written."""
 
 
 def peaks(
@@ -50,7 +49,7 @@ def peaks(
     gpu_bytes = host_bytes = saved_bytes = 0
     for number in telling_ranks(workload, layout, levers):
         rank = RankMemory(workload, layout, levers, number, overheads)
-        gpu_bytes = max(gpu_bytes, sum(rank.resident) + max(map(sum, _moments(rank))))
+        gpu_bytes = max(gpu_bytes, sum(rank.resident) + max(map(sum, chain(*_moments(rank).values()))))
         host_bytes = max(host_bytes, sum(rank.host))
         # A single rank writes offloaded states from where they are; several ranks copy theirs and train on meanwhile.
         copied_bytes = state_bytes(rank.resident) + (state_bytes(rank.host) if layout.ranks > 1 else 0)
@@ -89,8 +88,10 @@ def training_ledger(workload: Workload, layout: Layout, levers: Levers, overhead
     overheads = engine_overheads(workload, overheads)
     for number in range(layout.pipeline):
         rank = RankMemory(workload, layout, levers, number, overheads)
-        for phase, moment in _phases(rank):
-            allocated = [*lines(rank.resident, phase, number), *lines(moment, phase, number)]
+        phases: dict[Phase, list[StepMoment]] = {"init": [StepMoment()], **_moments(rank)}
+        phases |= {"evaluation": [steps(rank)[0].evaluation()], "save": [StepMoment()]}
+        for phase, moments in phases.items():
+            allocated = [*lines(rank.resident, phase, number), *lines(fullest(moments), phase, number)]
             found += allocated
             found += overheads.lines(phase, sum(line.bytes for line in allocated), number)
             found += lines(rank.host, phase, number, "host")
@@ -98,26 +99,14 @@ def training_ledger(workload: Workload, layout: Layout, levers: Levers, overhead
     return Ledger("formulas", tuple(found))
 
 
-def _moments(rank: RankMemory) -> list[StepMoment]:
-    """All moments of a step."""
+def _moments(rank: RankMemory) -> dict[Phase, list[StepMoment]]:
+    """The moments of each phase of a step."""
     step, *later = steps(rank)
-    moments = [*step.forward(), *step.backward(), step.optimizer()]
+    loss: dict[Phase, list[StepMoment]] = {"loss": [step.loss()]} if rank.stage.span.has_head else {}
+    backward = step.backward()
     for each in later:
-        moments += each.backward()
-    return [*moments, step.loss()] if rank.stage.span.has_head else moments
-
-
-def _phases(rank: RankMemory) -> Iterator[tuple[Phase, StepMoment]]:
-    """Each phase of a run with its fullest moment."""
-    step, *later = steps(rank)
-    yield "init", StepMoment()
-    yield "forward", fullest(step.forward())
-    if rank.stage.span.has_head:
-        yield "loss", step.loss()
-    yield "backward", fullest(moment for each in (step, *later) for moment in each.backward())
-    yield "optimizer", step.optimizer()
-    yield "evaluation", step.evaluation()
-    yield "save", StepMoment()
+        backward += each.backward()
+    return {"forward": step.forward(), **loss, "backward": backward, "optimizer": [step.optimizer()]}
 
 
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:

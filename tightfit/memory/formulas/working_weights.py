@@ -46,46 +46,33 @@ class WorkingWeights:
         buffer_bytes = self.states.element_bytes * self.widest_buffered
         self.all_gather_bytes = max(0, buffer_bytes - absent_bytes) if self.zero else 0
         """FSDP2's all-gather buffer in forward."""
-        copied = self.stage.widest if self.copies_return else self.stage.layer_weights
-        self.in_forward_bytes = self._held(copied=copied, at_work=self.stage.widest)
-        """While the last layer runs forward."""
+
+        layers, widest = self.stage.layer_weights, self.stage.widest
+        self.in_forward_bytes = self._held(copied=widest if self.copies_return else layers, at_work=widest)
+        self.at_loss_bytes = self._held(copied=0 if self.copies_return else layers)
+        """Working weights while the last layer runs forward, and after it."""
+        freed = 0 if self.stays_gathered else layers + self.stage.embedding
+        self.at_embedding_bytes = self._held(copied=0, freed=freed)
+        """When all layers' backward is done."""
 
     def _held(self, *, copied: int, at_work: int = 0, freed: int = 0) -> int:
         """Copies of `copied` weights; gathered under ZeRO-3 the root and `at_work`, under 1 and 2 all but `freed`."""
         gathered = self.stage.root + at_work if self.zero == 3 else self.stage.weights - freed
         return self.copy_bytes * copied + (self.states.element_bytes * gathered if self.zero else 0)
 
-    def at_loss(self) -> int:
-        """During the loss, after the last layer."""
-        return self._held(copied=0 if self.copies_return else self.stage.layer_weights)
-
     def at_layer(self, visit: LayerVisit) -> int:
         """While backward is at work in a layer."""
-        not_done = self.stage.layer_weights - visit.done_weights
-        return self._held(
-            copied=self.stage.widest if self.copies_return else not_done,
-            at_work=visit.kind.weights,
-            freed=0 if self.stays_gathered else visit.done_weights,
-        )
+        copied = self.stage.widest if self.copies_return else self.stage.layer_weights - visit.done_weights
+        freed = 0 if self.stays_gathered else visit.done_weights
+        return self._held(copied=copied, at_work=visit.kind.weights, freed=freed)
 
     def after_layer(self, visit: LayerVisit) -> int:
         """Once a layer (or its split experts) has been resharded after its backward."""
         own = visit.kind.apart_weights or visit.kind.weights
         done = visit.done_weights + own
-        return self._held(
-            copied=0 if self.copies_return else self.stage.layer_weights - done,
-            at_work=visit.kind.weights - own,
-            freed=0 if self.stays_gathered and not self.sums_whole else done,
-        )
-
-    def at_embedding(self) -> int:
-        """When all layers' backward is done."""
-        return self._held(copied=0, freed=0 if self.stays_gathered else self.stage.weights - self.stage.root)
-
-    def at_end(self) -> int:
-        """In FSDP2's callback after backward."""
-        stays_to_end = self.stays_gathered and not self.sums_whole
-        return self.states.element_bytes * self.stage.weights if stays_to_end else 0
+        copied = 0 if self.copies_return else self.stage.layer_weights - done
+        freed = 0 if self.stays_gathered and not self.sums_whole else done
+        return self._held(copied=copied, at_work=visit.kind.weights - own, freed=freed)
 
     def gathering_buffers(self) -> int:
         """All-gather buffers around the copy-out of a group: its own, and that of the group before.
@@ -127,8 +114,3 @@ class WorkingWeights:
     def shards(self, weights: int) -> int:
         """Shards of the reduced gradients of `weights` weights."""
         return self.states.kept_gradient_bytes * weights // self.states.ranks
-
-    def before_cast(self, weights: int) -> int:
-        """The reduced shard of `weights` weights before it is cast to the dtype that is kept; 0 without a cast."""
-        reduced_bytes = self.states.reduced_gradient_bytes
-        return reduced_bytes * weights // self.states.ranks if reduced_bytes > self.states.kept_gradient_bytes else 0
