@@ -15,6 +15,7 @@ from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
 
+NO_LEVERS = Levers()
 TILED_LENGTH = 16384
 """From this sequence length on, tiles save more bytes of activations than their float32 sums of gradients take."""
 SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
