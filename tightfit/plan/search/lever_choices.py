@@ -60,11 +60,6 @@ def without_gains(levers: Levers) -> Levers:
     return levers if refused_levers(plainer) else plainer
 
 
-def decides_host(pinned: Mapping[str, Any]) -> bool:
-    """Whether a pin decides which states are on the host."""
-    return STATES_LEVER in pinned
-
-
 states_on_host = attrgetter(STATES_LEVER, "optimizer_states")
 """Which states a set of levers keeps on the host, and in which format."""
 

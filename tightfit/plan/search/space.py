@@ -22,7 +22,7 @@ from tightfit.plan.search.pins import Pins
 NO_PINS = Pins()
 
 
-class RulebookAnswers:
+class RuleCache:
     """Cache of the rules' answers about layouts and levers of a search space; none depends on the card."""
 
     def __init__(self) -> None:
@@ -30,9 +30,9 @@ class RulebookAnswers:
         self.reasons: dict[Layout, str | None] = {}
 
     @cached_property
-    def in_last_resort(self) -> "RulebookAnswers":
+    def in_last_resort(self) -> "RuleCache":
         """The cache of the same space with levers of last resort."""
-        return RulebookAnswers()
+        return RuleCache()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SearchSpace:
     machine: Machine
     pins: Pins = NO_PINS
     lossy: bool = False
-    answers: RulebookAnswers = field(init=False, repr=False, compare=False, default_factory=RulebookAnswers)
+    rule_cache: RuleCache = field(init=False, repr=False, compare=False, default_factory=RuleCache)
 
     @property
     def overheads(self) -> Overheads:
@@ -57,14 +57,14 @@ class SearchSpace:
         left = {name: value for name, value in values.items() if name not in self.pins.levers}
         if self.machine.ranks == 1 or not left:
             return None
-        return replace(self, pins=self.pins.with_levers(left))._knowing(self.answers.in_last_resort)
+        return replace(self, pins=self.pins.with_levers(left))._sharing(self.rule_cache.in_last_resort)
 
     def with_card(self, machine: Machine) -> "SearchSpace":
         """The same space on a machine with as many cards of another kind."""
-        return replace(self, machine=machine)._knowing(self.answers)
+        return replace(self, machine=machine)._sharing(self.rule_cache)
 
-    def _knowing(self, answers: RulebookAnswers) -> "SearchSpace":
-        object.__setattr__(self, "answers", answers)
+    def _sharing(self, rule_cache: RuleCache) -> "SearchSpace":
+        object.__setattr__(self, "rule_cache", rule_cache)
         return self
 
     @property
@@ -87,7 +87,7 @@ class SearchSpace:
 
     def reason(self, layout: Layout) -> str | None:
         """The sentence with which the rules refuse `layout`, or all levers in it; None where they allow it."""
-        reasons = self.answers.reasons
+        reasons = self.rule_cache.reasons
         if layout not in reasons:
             reasons[layout] = self.refusal(layout, NO_LEVERS)
             if reasons[layout] is None and self.pins.levers and not self.levers_of(layout):
@@ -121,7 +121,7 @@ class SearchSpace:
 
     def levers(self, *, host: bool = True) -> LeverSets:
         """Every set of levers, the simplest first and the strongest last; `host`: whether they may use host memory."""
-        known = self.answers.levers
+        known = self.rule_cache.levers
         if host not in known:
             workload = self.workload
             wanted = Wanted(
@@ -150,7 +150,7 @@ class SearchSpace:
             layout.ranks > 1,
             self.accumulates(layout),
         )
-        known = self.answers.levers
+        known = self.rule_cache.levers
         if alike not in known:
             sets, workload = self.levers(host=host), self.workload
             known[alike] = LeverSets(each for each in sets if refused_beside(workload, layout, each) is None)

@@ -142,11 +142,13 @@ class OffloadTime:
     ) -> PassSeconds:
         """Seconds of each pass in which the link moves states and masters: all but its stalls."""
         ahead_s = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES / self._one_way_bytes_s if casts_masters else 0.0
-        still = kernels.still(
+        stalls = kernels.stalls(
             forward_ahead_s=max(ahead_s, states.ahead_s) if states.forward_s else ahead_s,
             backward_ahead_s=max(ahead_s, states.ahead_s) if states.backward_s else ahead_s,
         )
-        return PassSeconds(max(0.0, passes.forward_s - still.forward_s), max(0.0, passes.backward_s - still.backward_s))
+        return PassSeconds(
+            max(0.0, passes.forward_s - stalls.forward_s), max(0.0, passes.backward_s - stalls.backward_s)
+        )
 
     def queued(self, levers: Levers) -> PassSeconds:
         """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
