@@ -21,7 +21,6 @@ from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.plan.seconds.adapter import adapter_launch
 from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.launches import late_update_launch_s, launch_s, update_launch_s
-from tightfit.plan.seconds.parameters import model_params
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 
@@ -129,15 +128,6 @@ class HostLaunches:
 
     @property
     def _update_launch_s(self) -> float:
-        """The host's seconds of launching the update; 0 with updates inside backward, which launches.py counts."""
-        if self.levers.update_in_backward:
-            return 0.0
-        workload, model = self.ctx.workload, model_params(self.ctx.workload.spec)
-        return self.ctx.host_share * update_launch_s(
-            self.levers,
-            workload.spec,
-            wide=workload.updates_wide,
-            layers=self.layers,
-            layer_params=model.layer + model.layer_experts,
-            ends=model.ends / self.layout.weight_ranks,
-        )
+        """The host's seconds of launching the update after backward."""
+        measured_s = update_launch_s(self.ctx.workload, self.layout, self.levers, self.layers)
+        return self.ctx.host_share * measured_s

@@ -165,9 +165,9 @@ class OffloadTime:
         spec, params = self.ctx.workload.spec, self.params
         owned_share = params.owned / params.all
         linears = layer_linears(spec)
-        matrices = (linears.queries, linears.keys_values, linears.output, linears.up, linears.down)
-        each = (linear.weights / linear.count * owned_share / PIECE_ELEMENTS for linear in matrices)
-        layer_pieces = sum(linear.count * max(1.0, pieces) for linear, pieces in zip(matrices, each, strict=True))
+        layer_pieces = sum(
+            linear.count * max(1.0, linear.weights / linear.count * owned_share / PIECE_ELEMENTS) for linear in linears
+        )
         layer_weights = owned_share * linears.weights
         layers = (params.owned - params.owned_ends) / max(1.0, layer_weights)
         return layers * layer_pieces
