@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from tightfit.errors import UserError
+from tightfit.exports.vllm import MARK, EngineOptions, vllm_arguments
 from tightfit.plan.deployment import Deployment
-from tightfit.plan.export.vllm import MARK, EngineOptions, vllm_arguments
 
 IMAGES: Mapping[str, str] = {"NVIDIA": "vllm/vllm-openai:v0.24.0", "AMD": "vllm/vllm-openai-rocm:v0.24.0"}
 RESOURCES: Mapping[str, str] = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu"}
