@@ -31,10 +31,10 @@ from typing import Any
 import yaml
 
 from benchmarks.rows import RESULTS, append_row, version_of
+from tightfit.exports.files import EXPORTS, export
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
 from tightfit.plan.answer import Question, answer, make_workload
-from tightfit.plan.export.files import EXPORTS, export
 from tightfit.plan.plan import Plan
 
 MACHINES = {"2x8xH100-80GB": "llama-3.1-8b", "8xA100-80GB": "llama-3.1-8b", "H100-80GB": "llama-3.2-1b"}

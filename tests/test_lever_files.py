@@ -108,7 +108,7 @@ def test_no_more_files_name_a_lever_or_a_split(field: str) -> None:
 
 def test_search_advice_descriptions_and_exports_name_no_tiles() -> None:
     """They go through jobs/lever_table.py; what else is split, through jobs/layout.py's SPLITS."""
-    assert not {file for file in files_of("levers.tiles") if file.startswith("plan/") and "seconds" not in file} - {
-        "plan/cost"
-    }
-    assert not {"jobs/engine", "jobs/rules/deepspeed", "plan/export/deepspeed"} & set(files_of("layout.context"))
+    rooms = ("plan/", "exports/")
+    named = {file for file in files_of("levers.tiles") if file.startswith(rooms) and "seconds" not in file}
+    assert not named - {"plan/cost"}
+    assert not {"jobs/engine", "jobs/rules/deepspeed", "exports/deepspeed"} & set(files_of("layout.context"))

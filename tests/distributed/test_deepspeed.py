@@ -25,11 +25,11 @@ from tests.plan.questions import planned
 from tests.programs import run_forked
 from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
+from tightfit.exports.deepspeed import deepspeed_config
 from tightfit.jobs.job import Job
 from tightfit.jobs.load import parse_job
 from tightfit.jobs.workload import Workload
 from tightfit.parallel.mesh import make_mesh
-from tightfit.plan.export.deepspeed import deepspeed_config
 from tightfit.plan.job import job_of_plan
 from tightfit.train.deepspeed_engine import INSTALL, DeepSpeedModule, load_deepspeed
 from tightfit.train.loop import run_job

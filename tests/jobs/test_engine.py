@@ -8,6 +8,7 @@ import pytest
 from benchmarks.reports.documentation import RESULTS
 from tests.plan.questions import question
 from tightfit.errors import UserError
+from tightfit.exports.estimate import engine_estimate
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.engine import ENGINES, EngineName, find_engine
 from tightfit.jobs.layout import Layout
@@ -17,7 +18,6 @@ from tightfit.memory.formulas.training import peaks, training_ledger
 from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import answer
 from tightfit.plan.cost import Costs
-from tightfit.plan.export.estimate import engine_estimate
 from tightfit.plan.plan import Plan
 
 GIB = 2**30

@@ -144,7 +144,7 @@ def _check_outputs(options: PlanOptions) -> None:
 
         refuse_overwriting(options.save)
     if options.export:
-        from tightfit.plan.export.files import check_export
+        from tightfit.exports.files import check_export
 
         for wanted in options.export:
             check_export(wanted)
@@ -157,7 +157,7 @@ def _write_outputs(plan: "Plan", options: PlanOptions) -> list[str]:
         plan.save(options.save)
         lines.append(f"wrote {options.save}; run it with `tightfit train {options.save}`")
     if options.export:
-        from tightfit.plan.export.files import export
+        from tightfit.exports.files import export
 
         lines += [line for wanted in options.export for line in export(plan, wanted)]
     return lines

@@ -265,12 +265,12 @@ def _engine_config(options: ServeOptions) -> "EngineConfig":
 
 def _export(options: ServeOptions, form: Literal["vllm", "k8s"]) -> None:
     from tightfit.errors import UserError
+    from tightfit.exports.serving_files import export_serving, served_weights
+    from tightfit.exports.vllm import EngineOptions
     from tightfit.hardware.machine import parse_machine
     from tightfit.models.huggingface.adapter_config import largest_rank
     from tightfit.models.resolve import resolve_spec
     from tightfit.plan.deployment import make_deployment
-    from tightfit.plan.export.serving_files import export_serving, served_weights
-    from tightfit.plan.export.vllm import EngineOptions
 
     if options.model is None:
         raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")

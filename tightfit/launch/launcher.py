@@ -10,7 +10,7 @@ one.
 
 Ranks rendezvous at a TCPStore that other machines cannot reach: torch's store has no password, and by default it
 listens on every network. Several machines need the line of `torchrun_line` on each of them, or Slurm
-(plan/export/launch.py).
+(exports/launch.py).
 """
 
 import os
@@ -29,13 +29,13 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tightfit.errors import UserError
+from tightfit.exports.launch import torchrun
 from tightfit.jobs.job import Job
 from tightfit.launch.endings import Ending, cause, ending_kept, read_ending, sentence, stop_signal
 from tightfit.launch.forked import STOPPING, TRAINING, Forked
 from tightfit.launch.stopped import StoppedRanks
 from tightfit.launch.together import share_threads
 from tightfit.models.resolve import checkpoints_of
-from tightfit.plan.export.launch import torchrun
 from tightfit.train.checkpoints.directory import last_checkpoint_sentence
 from tightfit.train.precision import choose_device
 

@@ -11,9 +11,8 @@ USUAL_TOKENS = (4_000_000, 66_000_000)
 """Tokens per step of large runs; the upper end leaves room for DeepSeek-V3's 1920 × 32 K."""
 LARGE_RUN_RANKS = 64
 """Runs on fewer GPUs are fine-tuning or experiments, where small batches are usual too."""
-
-
 MOST_ROWS = 10**12
+"""Beyond this, listing the divisors takes too long."""
 
 
 def divisors(number: int) -> list[int]:

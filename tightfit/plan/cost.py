@@ -149,26 +149,26 @@ class LayoutCost:
     def _step(self, levers: Levers) -> StepTime:
         """One optimizer step with `levers`."""
         layout, micro, host = self.layout, self.micro_batches, self._host(levers)
-        compute, again, waits = host.compute, host.again, host.waits
-        regather_s = exposed_s((1 - again.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
+        compute, recomputed, waits = host.compute, host.recomputed, host.waits
+        regather_s = exposed_s((1 - recomputed.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
         whole = self._with_traffic(compute, regather_s)
         sends_s = 2 * self.send_s
-        tensor_s = 2 * self.tensor.one_way_s + again.share * self.tensor.recompute_s
+        tensor_s = 2 * self.tensor.one_way_s + recomputed.share * self.tensor.recompute_s
         exposed_tensor_s = (1 - self.ctx.workload.engine.tensor_hidden_share) * tensor_s + regather_s
         context = self.layer_context_s
         context_forward_s, context_backward_s = self.layers * context.forward_s, self.layers * context.backward_s
         return StepTime(
             compute_s=micro * compute.both_s,
-            recompute_s=micro * again.seconds,
+            recompute_s=micro * recomputed.seconds,
             launch_s=host.step_waits_s,
             tensor_s=self.tensor.once_s + micro * exposed_tensor_s,
-            context_s=micro * ((1 + again.share) * context_forward_s + context_backward_s),
-            expert_s=micro * (2 + again.share / 2) * self.expert_s,  # recomputation sends tokens to experts, not back
+            context_s=micro * ((1 + recomputed.share) * context_forward_s + context_backward_s),
+            expert_s=micro * (2 + recomputed.share / 2) * self.expert_s,  # recomputation does not send tokens back
             data_s=self.data.step_s(
                 layout,
                 micro_batches=micro,
                 forward_s=whole.forward_s,
-                backward_s=whole.backward_s + again.seconds + waits.both_s,
+                backward_s=whole.backward_s + recomputed.seconds + waits.both_s,
             ),
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(
@@ -176,11 +176,11 @@ class LayoutCost:
                 micro_batches=micro,
                 forward_s=whole.forward_s + sends_s,
                 backward_s=whole.backward_s,
-                recompute_s=again.seconds + waits.both_s,
+                recompute_s=recomputed.seconds + waits.both_s,
             ),
             offload_s=self._offload_s(levers, host, whole),
             optimizer_s=host.step_update_s,
-            straggler_s=straggler_share(layout.ranks) * micro * (compute.both_s + again.seconds),
+            straggler_s=straggler_share(layout.ranks) * micro * (compute.both_s + recomputed.seconds),
             teacher_s=micro * self.teacher_s,
         )
 
@@ -193,7 +193,7 @@ class LayoutCost:
             layers=self.layers,
             micro_batches=self.micro_batches,
             compute=self._compute(levers),
-            again=recompute(self.ctx.workload, self.layout, levers, self.layer, self.layers),
+            recomputed=recompute(self.ctx.workload, self.layout, levers, self.layer, self.layers),
             update_s=update_s(self.ctx, self.layout, levers, self.params, micro_batches=self.micro_batches),
         )
 
@@ -218,11 +218,13 @@ class LayoutCost:
 
     def _offload_s(self, levers: Levers, host: HostLaunches, whole: PassSeconds) -> float:
         """Copies over the host link that the passes, with the traffic and launches they wait for, do not hide."""
-        again, waits = host.again, host.waits
+        recomputed, waits = host.recomputed, host.waits
         return self.offload.step_s(
             levers,
-            checkpoint_bytes=again.share * self.layers * self.stream_bytes,  # layers' inputs
-            passes=PassSeconds(whole.forward_s + waits.forward_s, whole.backward_s + again.seconds + waits.backward_s),
-            kernels=long_kernels(self.ctx.workload.spec, self.layer, levers, again, self.layers),
+            checkpoint_bytes=recomputed.share * self.layers * self.stream_bytes,  # layers' inputs
+            passes=PassSeconds(
+                whole.forward_s + waits.forward_s, whole.backward_s + recomputed.seconds + waits.backward_s
+            ),
+            kernels=long_kernels(self.ctx.workload.spec, self.layer, levers, recomputed, self.layers),
             launches=host.launches,
         )

@@ -48,15 +48,12 @@ class CpuStepRates:
     def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
         """Predicted seconds of `step`; `weight_bytes` is not used, as measured products include reading weights."""
         rates = self.measured
-        elements = step.tokens * spec.layers * _moved_elements(spec)
-        return (
-            self.products_seconds(spec, step)
-            + 1e-9 * elements * rates.element_ns
-            + 1e-9 * step.pairs * spec.heads * spec.layers * self._score_ns(spec)
-            + 1e-9 * step.cache_bytes * self._cached_ns(spec)
-            + 1e-6 * (self._layers_us(spec, step) + rates.step_us + (step.answers - 1) * rates.answer_us)
-            + 1e-9 * step.answers * spec.vocab_size * rates.logit_ns
-        )
+        elements_s = 1e-9 * (step.tokens * spec.layers * _moved_elements(spec)) * rates.element_ns
+        attention_s = 1e-9 * step.pairs * spec.heads * spec.layers * self._score_ns(spec)
+        cache_s = 1e-9 * step.cache_bytes * self._cached_ns(spec)
+        calls_s = 1e-6 * (self._layers_us(spec, step) + rates.step_us + (step.answers - 1) * rates.answer_us)
+        logits_s = 1e-9 * step.answers * spec.vocab_size * rates.logit_ns
+        return self.products_seconds(spec, step) + elements_s + attention_s + cache_s + calls_s + logits_s
 
     def _layers_us(self, spec: ModelSpec, step: Step) -> float:
         """Call overhead of all layers."""

@@ -15,9 +15,11 @@ def describe_layout(layout: Layout, *, alone: str = "one GPU") -> str:
     zero = f"ZeRO-{layout.zero}" if layout.zero else "DDP"
     if layout.data > 1 or layout.zero:
         parts.append(f"data {layout.data} ({zero})")
-    for axis in ("context", "tensor"):
-        if (degree := getattr(layout, axis)) > 1:
-            parts.append(f"{axis} {degree}{_ring(layout) if axis == 'context' else _mesh(layout)}")
+    if layout.context > 1:
+        parts.append(f"context {layout.context} {_ring(layout)}")
+    if layout.tensor > 1:
+        mesh = "" if layout.tensor_mesh == "1d" else f" {describe_mesh(layout)}"
+        parts.append(f"tensor {layout.tensor}{mesh}")
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
     return f"{' × '.join(parts) or alone}{experts}, micro-batch {layout.micro_batch}"
 
@@ -41,13 +43,8 @@ def describe_mesh(layout: Layout) -> str:
     return f"on a {layout.tensor_mesh} mesh ({' × '.join(map(str, axes))})"
 
 
-def _mesh(layout: Layout) -> str:
-    """The tensor mesh in words; empty for a line."""
-    return "" if layout.tensor_mesh == "1d" else f" {describe_mesh(layout)}"
-
-
 def _ring(layout: Layout) -> str:
-    """How context ranks communicate: ` (heads)`, ` (ring)` or, with both, ` (ring of 2)`."""
+    """How context ranks communicate: `(heads)`, `(ring)` or, with both, `(ring of 2)`."""
     if layout.ring == 1:
-        return " (heads)"
-    return " (ring)" if layout.ring == layout.context else f" (ring of {layout.ring})"
+        return "(heads)"
+    return "(ring)" if layout.ring == layout.context else f"(ring of {layout.ring})"

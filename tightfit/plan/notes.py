@@ -16,8 +16,8 @@ from tightfit.plan.cost import Costs
 from tightfit.plan.describe import describe_mesh
 from tightfit.plan.mfu import peak_flop_s
 from tightfit.plan.plan import Plan
+from tightfit.plan.search.layouts import LARGEST_MICRO_BATCH
 from tightfit.plan.search.search import COMFORT
-from tightfit.plan.search.space import LARGEST_MICRO_BATCH
 
 MEASURED_CARD = "H200"
 SAVING_TOLD_BYTES = 32 * 2**30

@@ -8,6 +8,7 @@ given beside them (serving_time.py). With several cards, each serves a copy.
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 from tightfit.errors import UserError
@@ -60,35 +61,22 @@ class Serving:
 
     @property
     def ledger(self) -> Ledger:
-        """The predicted ledger of the card."""
-        if isinstance(rates := self.rates, CpuStepRates):
-            return self._cpu_ledger(rates)
-        small = self.compressed
-        return serving_ledger(
-            self.spec,
-            form=self.form,
-            requests=self.requests,
-            length=self.length,
-            cache=self.cache,
-            stored_bytes=None if small is None else small.total_bytes,
-            expanded_bytes=0 if small is None else small.expanded_bytes,
-        )
-
-    def _cpu_ledger(self, rates: CpuStepRates) -> Ledger:
-        """The ledger of an engine on a CPU: float32 weights, or codes if it multiplies by them, and 16-bit copies."""
-        small, by_codes = self.compressed, rates.layers_as == "int4"
-        copied = (self.spec.vocabulary_params if rates.head_as == "fp16" else 0) + (
-            layer_params(self.spec) if rates.layers_as == "fp16" else 0
-        )
-        return serving_ledger(
-            self.spec,
+        """The predicted ledger of the card; on a CPU, weights are in float32, or codes if an engine multiplies by
+        them, with 16-bit copies."""
+        spec, small = self.spec, self.compressed
+        ledger_of = partial(serving_ledger, spec, requests=self.requests, length=self.length, cache=self.cache)
+        stored_bytes = None if small is None else small.total_bytes
+        if not isinstance(rates := self.rates, CpuStepRates):
+            expanded_bytes = 0 if small is None else small.expanded_bytes
+            return ledger_of(form=self.form, stored_bytes=stored_bytes, expanded_bytes=expanded_bytes)
+        by_codes = rates.layers_as == "int4"
+        copied_head = spec.vocabulary_params if rates.head_as == "fp16" else 0
+        copied_layers = layer_params(spec) if rates.layers_as == "fp16" else 0
+        return ledger_of(
             form=self.form if by_codes else "fp32",
-            requests=self.requests,
-            length=self.length,
-            cache=self.cache,
             overheads=ON_CPU,
-            stored_bytes=small.total_bytes if small is not None and by_codes else None,
-            copied_bytes=2 * copied,
+            stored_bytes=stored_bytes if by_codes else None,
+            copied_bytes=2 * (copied_head + copied_layers),
             element_bytes=CPU_ELEMENT_BYTES,
         )
 
@@ -158,16 +146,13 @@ class Serving:
         if self.machine.is_cpu:
             return self._cpu_rates
         peak = self._product_tflop_s * 1e12
+        on_hopper = generation_of(self.machine.accelerator) == "hopper"
         return StepRates(
             bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
             product_flops=peak * MEASURED.matmul,
             attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            packed=None if self._scheme is None else PackedProducts.of(self._scheme, on_hopper=self._on_hopper),
+            packed=None if self._scheme is None else PackedProducts.of(self._scheme, on_hopper=on_hopper),
         )
-
-    @property
-    def _on_hopper(self) -> bool:
-        return generation_of(self.machine.accelerator) == "hopper"
 
     @property
     def _cpu_rates(self) -> CpuStepRates:

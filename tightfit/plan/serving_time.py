@@ -89,7 +89,6 @@ class StepRates:
     packed: PackedProducts | None = None
     """None where weights are plain."""
     layer_s: float = LAYER_LAUNCH_S
-    layer_one_s: float = LAYER_LAUNCH_ONE_S
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
 
@@ -97,16 +96,11 @@ class StepRates:
         """Predicted seconds of `step`, which reads `weight_bytes` of weights."""
         reading, products = self._reading_and_products(spec, weight_bytes, step)
         attention = 4 * step.pairs * spec.query_size * spec.layers / self.attention_flops
-        traffic = step.tokens * spec.layers * self.element_bytes * moved_elements(spec)
-        return (
-            reading
-            + products
-            - HIDDEN_SHARE * min(reading, products)
-            + attention
-            + (traffic + step.cache_bytes) / self.bytes_per_second
-            + spec.layers * (self.layer_one_s if step.tokens == 1 else self.layer_s)
-            + self._expanding(spec, weight_bytes, step)
-        )
+        traffic_bytes = step.tokens * spec.layers * self.element_bytes * moved_elements(spec)
+        hidden = HIDDEN_SHARE * min(reading, products)
+        moving = (traffic_bytes + step.cache_bytes) / self.bytes_per_second
+        launches = spec.layers * (LAYER_LAUNCH_ONE_S if step.tokens == 1 else self.layer_s)
+        return reading + products - hidden + attention + moving + launches + self._expanding(spec, weight_bytes, step)
 
     def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
         """Seconds of reading weights in the form that products read, and seconds of products."""

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightfit.plan.export.host_states import host_states
+from tightfit.exports.host_states import host_states
 from tightfit.plan.plan import Plan
 
 

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.errors import UserError
+from tightfit.exports.deepspeed import settings
 from tightfit.jobs.job import Job, PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.kernels.linear_cross_entropy import IGNORE
@@ -38,7 +39,6 @@ from tightfit.models.decoder import Decoder, DecoderOutput, Layer
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import apply
 from tightfit.parallel.ranks import Ranks
-from tightfit.plan.export.deepspeed import settings
 from tightfit.train.optimizer.adamw import MasterAdamW, decays
 from tightfit.train.precision import LossScale
 from tightfit.train.step import Batch, NotFiniteError, OnPhase, StepResult, inputs

@@ -128,11 +128,11 @@ def test_the_link_stands_still_while_a_layers_long_kernels_run() -> None:
         cost = Costs(asked.workload, asked.machine).layout_cost(Layout(micro_batch=1))
         again = recompute(asked.workload, cost.layout, levers, cost.layer, 32)
         kernels = long_kernels(asked.workload.spec, cost.layer, levers, again, 32)
-        still[length] = kernels.still(forward_ahead_s=0.6e-3, backward_ahead_s=3e-3)
+        still[length] = kernels.stalls(forward_ahead_s=0.6e-3, backward_ahead_s=3e-3)
         passes = PassSeconds(cost.forward_s, cost.backward_s + again.seconds)
         moving = cost.offload._moving(passes, kernels, casts_masters=True)
         ahead_s = 2 * 2**22 * 4 / asked.machine.host_copy_bytes_s
-        expected = kernels.still(forward_ahead_s=ahead_s, backward_ahead_s=ahead_s)
+        expected = kernels.stalls(forward_ahead_s=ahead_s, backward_ahead_s=ahead_s)
         assert moving == pytest.approx([whole - part for whole, part in zip(passes, expected, strict=True)])
     attention_s, products = cost.layer.attention, cost.layer.products
     each_s = [products.qkv_s, products.output_s, products.up_s / 2, products.up_s / 2, products.down_s]

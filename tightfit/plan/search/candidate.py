@@ -10,11 +10,9 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
 from tightfit.memory.formulas.training import Peaks, least_peaks, peaks
 from tightfit.plan.cost import Costs, states_key
-from tightfit.plan.search.lever_choices import states_on_host, without_gains
+from tightfit.plan.search.lever_choices import NO_LEVERS, states_on_host, without_gains
 from tightfit.plan.search.space import SearchSpace
 from tightfit.plan.steptime import StepTime
-
-NO_LEVERS = Levers()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ MOST_RANKS = 16_384
 LEAST_TOKENS = 128
 MOST_SEARCHED = 6
 """Families of layouts that are searched for a change's time."""
-Ways = Iterator[tuple[str, SearchSpace]]
+Variants = Iterator[tuple[str, SearchSpace]]
 """Values of one kind of change, the smallest first: its text and the search space with it."""
 
 
@@ -50,13 +50,13 @@ class Change:
 
 def changes(space: SearchSpace) -> list[Change]:
     """The smallest change of each kind with which some plan fits."""
-    let_go = (_smallest(what, ways) for what, ways in _without_a_pin(space))
-    others = (_smallest(what, ways) for what, ways in _beside_levers(space))
+    let_go = (_smallest(what, variants) for what, variants in _without_a_pin(space))
+    others = (_smallest(what, variants) for what, variants in _beside_levers(space))
     found = (*let_go, *_lever_changes(space), _more_host(space), *others)
     return [change for change in found if change is not None]
 
 
-def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
+def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Variants]]:
     for section, name in sorted(space.pins.own(), key=itemgetter(0), reverse=True):  # levers first
         without = replace(space, pins=space.pins.without(section, name))
         yield "the planner's choice", iter([(f"{section}.{name}", without)])
@@ -73,7 +73,7 @@ def _lever_changes(space: SearchSpace) -> list[Change | None]:
     return []
 
 
-def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, ...]]]) -> Ways:
+def _with_levers(space: SearchSpace, some: Sequence[tuple[str, str, tuple[Any, ...]]]) -> Variants:
     """`space` with these levers pinned, for every combination of their values."""
     names = [name for name, _, _ in some]
     for values in product(*(values for _, _, values in some)):
@@ -92,7 +92,7 @@ def _more_host(space: SearchSpace) -> Change | None:
     return Change(what="more host memory", to=f"--host-memory {ceil(plan.host_peak_bytes / 1e9)}GB", step_s=plan.step_s)
 
 
-def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
+def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Variants]]:
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:
@@ -104,9 +104,9 @@ def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Ways]]:
     yield "another card", _other_cards(space)
 
 
-def _smallest(what: str, ways: Ways) -> Change | None:
-    """The first of `ways` with which some plan fits."""
-    for to, changed in ways:
+def _smallest(what: str, variants: Variants) -> Change | None:
+    """The first of `variants` with which some plan fits."""
+    for to, changed in variants:
         if plan := fitting(changed):
             is_left_open = changed.machine.host_bytes is None and plan.host_bytes > 2**30
             host_bytes = plan.host_peak_bytes if is_left_open else 0
@@ -151,7 +151,7 @@ def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
     return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
 
 
-def _fewer_tokens(space: SearchSpace) -> Ways:
+def _fewer_tokens(space: SearchSpace) -> Variants:
     """Half as many tokens per row, repeatedly."""
     length = space.workload.sequence_length // 2
     while length >= LEAST_TOKENS:
@@ -159,7 +159,7 @@ def _fewer_tokens(space: SearchSpace) -> Ways:
         length //= 2
 
 
-def _more_cards(space: SearchSpace) -> Ways:
+def _more_cards(space: SearchSpace) -> Variants:
     """Twice as many cards, repeatedly: inside the node up to eight, then more nodes."""
     machine = space.machine
     while machine.ranks * 2 <= MOST_RANKS:
@@ -169,7 +169,7 @@ def _more_cards(space: SearchSpace) -> Ways:
         yield machine.text, replace(space, machine=machine)
 
 
-def _other_cards(space: SearchSpace) -> Ways:
+def _other_cards(space: SearchSpace) -> Variants:
     """As many larger cards of the same vendor, the smallest first; whole computers (superchips, SoCs) only in place of
     cards of the same form."""
     machine, mine = space.machine, space.machine.accelerator

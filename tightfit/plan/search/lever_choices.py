@@ -15,6 +15,7 @@ from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
 
+NO_LEVERS = Levers()
 TILED_LENGTH = 16384
 """From this sequence length on, tiles save more bytes of activations than their float32 sums of gradients take."""
 SEARCHED = tuple((row, row.values) for row in LEVER_TABLE if row.values is not None)
@@ -57,11 +58,6 @@ def without_gains(levers: Levers) -> Levers:
     for_memory = (row.name for row, _ in SEARCHED if row.for_memory_alone(levers))
     plainer = levers.model_copy(update={name: Levers.model_fields[name].default for name in for_memory})
     return levers if refused_levers(plainer) else plainer
-
-
-def decides_host(pinned: Mapping[str, Any]) -> bool:
-    """Whether a pin decides which states are on the host."""
-    return STATES_LEVER in pinned
 
 
 states_on_host = attrgetter(STATES_LEVER, "optimizer_states")

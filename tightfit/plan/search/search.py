@@ -22,7 +22,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.search.candidate import Candidate, Pricing
-from tightfit.plan.search.lever_choices import decides_host, weaker
+from tightfit.plan.search.lever_choices import STATES_LEVER, weaker
 from tightfit.plan.search.space import SearchSpace
 
 COMFORT = 0.95
@@ -79,7 +79,7 @@ def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
 
 def _host_uses(space: SearchSpace) -> tuple[bool, ...]:
     """Whether levers may use host memory, in the order to try: if its size is unknown first not, if it is 0 never."""
-    if space.machine.host_bytes or decides_host(space.pins.levers) or not space.levers(host=False):
+    if space.machine.host_bytes or STATES_LEVER in space.pins.levers or not space.levers(host=False):
         return (True,)
     return (False, True) if space.machine.host_bytes is None else (False,)
 

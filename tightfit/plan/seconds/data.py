@@ -13,10 +13,15 @@ float32 into the reduce-scatter buffer (`pack_s`). ZeRO-3 keeps the root (embedd
 Hybrid sharding (`shard_inside`): an all-reduce of shards over the copies once a step, assumed to overlap with nothing.
 """
 
+from collections.abc import Callable
+
 from tightfit.jobs.layout import Layout
 from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.passes import exposed_s
+
+Seconds = Callable[[float], float]
+"""From the payload of a collective to its seconds."""
 
 
 class DataTraffic:
@@ -37,18 +42,16 @@ class DataTraffic:
         if engine.bucket_bytes is not None:
             self.calls = calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
 
-        def gathered_s(bytes_each: int) -> float:
-            dense_s = dense_group.all_gather_s(params.dense * bytes_each / calls)
-            experts_s = expert_group.all_gather_s(params.experts * bytes_each / calls) if params.experts else 0.0
+        def collectives_s(dense: Seconds, experts: Seconds, bytes_each: int) -> float:
+            dense_s = dense(params.dense * bytes_each / calls)
+            experts_s = experts(params.experts * bytes_each / calls) if params.experts else 0.0
             return calls * (dense_s + experts_s)
 
         summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
-        summed_s = dense_group.all_reduce_s(params.dense * summed_bytes / calls)
-        summed_s += expert_group.all_reduce_s(params.experts * summed_bytes / calls) if params.experts else 0.0
+        self.gather_s = collectives_s(dense_group.all_gather_s, expert_group.all_gather_s, weight_bytes)
+        self.reduce_s = collectives_s(dense_group.all_gather_s, expert_group.all_gather_s, reduced_bytes)
+        self.all_reduce_s = collectives_s(dense_group.all_reduce_s, expert_group.all_reduce_s, summed_bytes)
         byte_each_s = params.all / ctx.rates.bytes_s
-        self.gather_s = gathered_s(weight_bytes)
-        self.reduce_s = gathered_s(reduced_bytes)
-        self.all_reduce_s = calls * summed_s
         self.unpack_s = 2 * weight_bytes * byte_each_s
         """Seconds to copy gathered weights out of the all-gather buffer (compute stream)."""
         self.pack_s = (weight_bytes + reduced_bytes) * byte_each_s

@@ -14,6 +14,8 @@ queries and keys, F columns of the MLP); jobs/engine.py has those of other engin
 | experts' biases, gathered for every row and added to gate and up | 10 F | 2 F |
 """  # noqa: E501
 
+from typing import NamedTuple
+
 from tightfit.jobs.engine import Passes
 from tightfit.jobs.layout import Layout
 from tightfit.models.spec import ModelSpec
@@ -23,6 +25,8 @@ from tightfit.plan.seconds.products import mlp_columns, routed_share
 NORM_PASSES = 2, 3
 """Passes of one more norm after a block, forward and backward."""
 CAP_PASSES = 12.0
+"""A soft cap of the plain loss's logits: four passes over float32 in forward and two in backward, each as much as two
+over bf16."""
 ROUTED_PASSES = 3, 7
 """Passes over experts' rows: gathered (2) and added up (1); in backward gradients and tokens gathered (4), two input
 gradients added up (2), the sum written (1) (kernels/routed_mlp.py)."""
@@ -36,37 +40,41 @@ LOGIT_PASSES = {"fused": 3.0, "plain": 29.0}
 whole steps of 135M to 3B (memory_truth.csv: 28 to 34)."""
 
 
+class TokenNumbers(NamedTuple):
+    """Numbers that a layer's kernels read or write per token in one pass."""
+
+    norms: float
+    heads: float
+    """Of rope, and of latent attention or sinks."""
+    gate: float
+    experts: float
+    """Of rows that are gathered for experts and added up."""
+
+
 class Elementwise:
     """Seconds of elementwise kernels in one layer, for one micro-batch on one rank; and in the loss."""
 
     def __init__(self, ctx: CostContext, layout: Layout, tokens: float) -> None:
         """`tokens` before tensor ranks split them: norms only with sequence parallelism, everything else always."""
-        spec = ctx.workload.spec
-        width_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
-        stream_s = width_s / (layout.tensor if layout.sequence_parallel else 1)
-        split_s = width_s / layout.tensor
-        engine, hidden, columns = ctx.workload.engine, spec.hidden_size, mlp_columns(spec)
+        spec, engine = ctx.workload.spec, ctx.workload.engine
         passes = engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes
+        number_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
+        stream_s = number_s / (layout.tensor if layout.sequence_parallel else 1)
+        split_s = number_s / layout.tensor
 
-        more_norms = 2 if spec.sandwich_norms else 0
-        norms, norms_backward = (passes.stream[back] + more_norms * NORM_PASSES[back] for back in (0, 1))
-        rope_width = passes.rope * (spec.query_size + spec.kv_size) * (2 if spec.qk_norm else 1)
-        heads_width, heads_backward_width = (rope_width + each * spec.query_size for each in _head_passes(spec))
-        activation = passes.gate if spec.gated else passes.activation
-        biased = BIASED_PASSES if spec.experts is not None and spec.mlp_bias else (0, 0)
-        gate_width, gate_backward_width = ((activation[back] + biased[back]) * columns for back in (0, 1))
-        rows_per_token = 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
-        routed_width = rows_per_token * hidden
-        self.norms_s = stream_s * (hidden * norms)
-        self.rope_s = split_s * heads_width
-        self.gate_s = split_s * (gate_width + ROUTED_PASSES[0] * routed_width)
-        self.backward_s = stream_s * (hidden * norms_backward) + split_s * (
-            heads_backward_width + gate_backward_width + ROUTED_PASSES[1] * routed_width
-        )
+        forward = _token_numbers(spec, passes, backward=False)
+        self.norms_s = stream_s * forward.norms
+        self.rope_s = split_s * forward.heads
+        self.gate_s = split_s * (forward.gate + forward.experts)
+        backward = _token_numbers(spec, passes, backward=True)
+        self.backward_s = stream_s * backward.norms + split_s * (backward.heads + backward.gate + backward.experts)
         """Backward of norms, rope and gate together."""
+
         logits_s = split_s * spec.vocab_size
+        plain_passes = passes.logits or LOGIT_PASSES["plain"]
+        plain_passes += CAP_PASSES if spec.logit_softcap else 0.0
         self.fused_loss_s = LOGIT_PASSES["fused"] * logits_s
-        self.plain_loss_more_s = (_plain_passes(passes, spec) - LOGIT_PASSES["fused"]) * logits_s
+        self.plain_loss_more_s = (plain_passes - LOGIT_PASSES["fused"]) * logits_s
         """Further seconds of the plain loss."""
 
     @property
@@ -75,14 +83,17 @@ class Elementwise:
         return self.norms_s + self.rope_s + self.gate_s
 
 
-def _head_passes(spec: ModelSpec) -> tuple[int, int]:
-    """Passes over queries besides rope's, forward and backward."""
-    if spec.latent is not None:
-        return LATENT_PASSES
-    return SINK_PASSES if spec.sinks else (0, 0)
-
-
-def _plain_passes(passes: Passes, spec: ModelSpec) -> float:
-    """Passes over bf16 logits of the plain loss; a soft cap adds four over float32 logits in forward and two in
-    backward, each as much as two over bf16."""
-    return (passes.logits or LOGIT_PASSES["plain"]) + (CAP_PASSES if spec.logit_softcap else 0.0)
+def _token_numbers(spec: ModelSpec, passes: Passes, *, backward: bool) -> TokenNumbers:
+    """The table above for this family."""
+    more_norms = 2 if spec.sandwich_norms else 0
+    ropes = 2 if spec.qk_norm else 1
+    head_passes = LATENT_PASSES if spec.latent is not None else SINK_PASSES if spec.sinks else (0, 0)
+    gate_passes = (passes.gate if spec.gated else passes.activation)[backward]
+    gate_passes += BIASED_PASSES[backward] if spec.experts is not None and spec.mlp_bias else 0
+    rows_per_token = 0.0 if spec.experts is None else routed_share(spec) * spec.experts.computed_per_token
+    return TokenNumbers(
+        norms=spec.hidden_size * (passes.stream[backward] + more_norms * NORM_PASSES[backward]),
+        heads=passes.rope * (spec.query_size + spec.kv_size) * ropes + head_passes[backward] * spec.query_size,
+        gate=gate_passes * mlp_columns(spec),
+        experts=ROUTED_PASSES[backward] * (rows_per_token * spec.hidden_size),
+    )

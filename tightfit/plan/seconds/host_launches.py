@@ -21,7 +21,6 @@ from tightfit.jobs.state_format import is_torch_adamw
 from tightfit.plan.seconds.adapter import adapter_launch
 from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.launches import late_update_launch_s, launch_s, update_launch_s
-from tightfit.plan.seconds.parameters import model_params
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 
@@ -37,7 +36,7 @@ class HostLaunches:
     micro_batches: int
     compute: PassSeconds
     """The card's seconds of a micro-batch without recomputation."""
-    again: Recompute
+    recomputed: Recompute
     update_s: float
     """The card's seconds of the update."""
 
@@ -48,7 +47,7 @@ class HostLaunches:
         workload, levers = self.ctx.workload, self.levers
         if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
             return False
-        card_s = self.compute.both_s + self.again.seconds
+        card_s = self.compute.both_s + self.recomputed.seconds
         card_s += self.update_s if levers.update_in_backward else 0.0
         return levers.cuda_graph == "always" or SLOW_HOST * self._reference_launches.both_s > card_s
 
@@ -61,7 +60,7 @@ class HostLaunches:
     def waits(self) -> PassSeconds:
         """Seconds that the card waits for launches in a micro-batch's forward and in its backward."""
         launches = self.launches
-        card_forward_s, card_backward_s = self.compute.forward_s, self.compute.backward_s + self.again.seconds
+        card_forward_s, card_backward_s = self.compute.forward_s, self.compute.backward_s + self.recomputed.seconds
         host_backward_s = launches.backward_s
         if self._launches_update_before_loss:
             host_backward_s += self._update_launch_s / max(1, self.micro_batches)
@@ -116,7 +115,7 @@ class HostLaunches:
     def _launches(self, share: float) -> PassSeconds:
         """Seconds to launch a micro-batch's forward and backward, on a host that takes `share` of the measured time."""
         workload = self.ctx.workload
-        ours = launch_s(self.levers, self.again, self.layers, workload.spec, adapter_launch(workload))
+        ours = launch_s(self.levers, self.recomputed, self.layers, workload.spec, adapter_launch(workload))
         backwards = 2 if self.layout.splits_backward else 1  # autograd runs for inputs, then again for weights
         return PassSeconds(share * ours.forward_s, share * ours.backward_s * backwards)
 
@@ -129,15 +128,6 @@ class HostLaunches:
 
     @property
     def _update_launch_s(self) -> float:
-        """The host's seconds of launching the update; 0 with updates inside backward, which launches.py counts."""
-        if self.levers.update_in_backward:
-            return 0.0
-        workload, model = self.ctx.workload, model_params(self.ctx.workload.spec)
-        return self.ctx.host_share * update_launch_s(
-            self.levers,
-            workload.spec,
-            wide=workload.updates_wide,
-            layers=self.layers,
-            layer_params=model.layer + model.layer_experts,
-            ends=model.ends / self.layout.weight_ranks,
-        )
+        """The host's seconds of launching the update after backward."""
+        measured_s = update_launch_s(self.ctx.workload, self.layout, self.levers, self.layers)
+        return self.ctx.host_share * measured_s

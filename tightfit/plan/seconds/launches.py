@@ -11,11 +11,14 @@ from functools import lru_cache
 
 from tightfit.hardware import launches as measured
 from tightfit.hardware.launches import Launch
+from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import is_torch_adamw, state_format
+from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
+from tightfit.plan.seconds.parameters import model_params
 from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 from tightfit.plan.seconds.tiles import RECOMPUTED_TILES, tiled_launches
@@ -93,16 +96,18 @@ def _additions(levers: Levers, recompute: Recompute, *, is_tiled: bool) -> Itera
             yield 1.0, launch, PLAIN
 
 
-def update_launch_s(
-    levers: Levers, spec: ModelSpec, *, wide: bool, layers: int, layer_params: float, ends: float
-) -> float:
-    """Host seconds of launching the update after backward, of `layers` layers and `ends` further weights."""
+def update_launch_s(workload: Workload, layout: Layout, levers: Levers, layers: int) -> float:
+    """Host seconds of launching the update after backward on a rank with `layers` layers; 0 with updates inside
+    backward, whose launches are backward's."""
+    if levers.update_in_backward:
+        return 0.0
+    spec, wide = workload.spec, workload.updates_wide
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
         name, tensors = "optimizer_states=factored", measured.USUAL_TENSORS  # most of it is for the matrices
-        further_chunks = max(
-            0.0, (layers * layer_params + ends) / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers
-        )
+        model = model_params(spec)
+        params = layers * (model.layer + model.layer_experts) + model.ends / layout.weight_ranks
+        further_chunks = max(0.0, params / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers)
     layer_ms = measured.UPDATE_MS[name] * tensors / measured.USUAL_TENSORS
     return 1e-3 * (measured.UPDATE_REST_MS + layers * layer_ms + further_chunks * measured.FURTHER_CHUNK_MS)

@@ -31,16 +31,16 @@ class LongKernels:
     again_s: Sequence[tuple[float, Sequence[float]]] = ()
     """(share of layers, kernels that these layers recompute in backward)."""
 
-    def still(self, *, forward_ahead_s: float, backward_ahead_s: float) -> PassSeconds:
+    def stalls(self, *, forward_ahead_s: float, backward_ahead_s: float) -> PassSeconds:
         """Seconds of each pass in which the link stalls, with buffers for `…_ahead_s` seconds of copies."""
-        again_s = sum(share * _beyond_s(kernels, backward_ahead_s) for share, kernels in self.again_s)
+        again_s = sum(share * _stall_s(kernels, backward_ahead_s) for share, kernels in self.again_s)
         return PassSeconds(
-            forward_s=self.layers * _beyond_s(self.forward_s, forward_ahead_s),
-            backward_s=self.layers * (_beyond_s(self.backward_s, backward_ahead_s) + again_s),
+            forward_s=self.layers * _stall_s(self.forward_s, forward_ahead_s),
+            backward_s=self.layers * (_stall_s(self.backward_s, backward_ahead_s) + again_s),
         )
 
 
-def long_kernels(spec: ModelSpec, layer: LayerTime, levers: Levers, again: Recompute, layers: int) -> LongKernels:
+def long_kernels(spec: ModelSpec, layer: LayerTime, levers: Levers, recomputed: Recompute, layers: int) -> LongKernels:
     """The long kernels of `layers` layers, with recomputation; tiles split products into shorter ones."""
     products, ups = layer.products, 2 if spec.gated else 1
     share = FP8_SHARE if levers.matmul != "native" else 1.0
@@ -58,9 +58,9 @@ def long_kernels(spec: ModelSpec, layer: LayerTime, levers: Levers, again: Recom
         layers=layers,
         forward_s=[layer.attention.forward_s, *all_products_s],
         backward_s=[layer.attention.backward_s, *all_products_s, *all_products_s],
-        again_s=[(share, again_s[level]) for level, share in again.shares],
+        again_s=[(share, again_s[level]) for level, share in recomputed.shares],
     )
 
 
-def _beyond_s(kernels_s: Sequence[float], ahead_s: float) -> float:
+def _stall_s(kernels_s: Sequence[float], ahead_s: float) -> float:
     return sum(max(0.0, seconds - ahead_s) for seconds in kernels_s)

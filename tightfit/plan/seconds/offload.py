@@ -142,11 +142,13 @@ class OffloadTime:
     ) -> PassSeconds:
         """Seconds of each pass in which the link moves states and masters: all but its stalls."""
         ahead_s = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES / self._one_way_bytes_s if casts_masters else 0.0
-        still = kernels.still(
+        stalls = kernels.stalls(
             forward_ahead_s=max(ahead_s, states.ahead_s) if states.forward_s else ahead_s,
             backward_ahead_s=max(ahead_s, states.ahead_s) if states.backward_s else ahead_s,
         )
-        return PassSeconds(max(0.0, passes.forward_s - still.forward_s), max(0.0, passes.backward_s - still.backward_s))
+        return PassSeconds(
+            max(0.0, passes.forward_s - stalls.forward_s), max(0.0, passes.backward_s - stalls.backward_s)
+        )
 
     def queued(self, levers: Levers) -> PassSeconds:
         """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
@@ -163,9 +165,9 @@ class OffloadTime:
         spec, params = self.ctx.workload.spec, self.params
         owned_share = params.owned / params.all
         linears = layer_linears(spec)
-        matrices = (linears.queries, linears.keys_values, linears.output, linears.up, linears.down)
-        each = (linear.weights / linear.count * owned_share / PIECE_ELEMENTS for linear in matrices)
-        layer_pieces = sum(linear.count * max(1.0, pieces) for linear, pieces in zip(matrices, each, strict=True))
+        layer_pieces = sum(
+            linear.count * max(1.0, linear.weights / linear.count * owned_share / PIECE_ELEMENTS) for linear in linears
+        )
         layer_weights = owned_share * linears.weights
         layers = (params.owned - params.owned_ends) / max(1.0, layer_weights)
         return layers * layer_pieces

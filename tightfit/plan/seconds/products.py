@@ -11,6 +11,7 @@ Tensor ranks split each evenly (Shoeybi et al. 2019). Of experts, the weights th
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.levers.policy.loss_chunks import chunk_rows, padded
@@ -45,8 +46,7 @@ class Linear:
         return self.count * self.inputs * self.outputs
 
 
-@dataclass(frozen=True)
-class Linears:
+class Linears(NamedTuple):
     """The linear layers of one layer, averaged over those of a model."""
 
     queries: Linear
@@ -59,7 +59,7 @@ class Linears:
     @property
     def weights(self) -> float:
         """Weights that multiply each token."""
-        return sum(each.weights for each in (self.queries, self.keys_values, self.output, self.up, self.down))
+        return sum(linear.weights for linear in self)
 
 
 @cache

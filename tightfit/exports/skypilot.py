@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from tightfit.exports import launch
+from tightfit.exports.kubernetes import object_name
 from tightfit.hardware.accelerator import Accelerator
-from tightfit.plan.export import launch
-from tightfit.plan.export.kubernetes import object_name
 from tightfit.plan.plan import Plan
 
 SIZED = {("A100", 80), ("V100", 32)}

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from tests.plan.questions import planned
 from tightfit.cli.main import app
 from tightfit.errors import UserError
-from tightfit.plan.export.files import EXPORTS, export
-from tightfit.plan.export.launch import slurm_script, torchrun_command
+from tightfit.exports.files import EXPORTS, export
+from tightfit.exports.launch import slurm_script, torchrun_command
 from tightfit.plan.plan import Plan
 
 SBATCH = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "mem", "exclusive", "output"}

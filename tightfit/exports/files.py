@@ -8,13 +8,13 @@ import yaml
 
 from tightfit.durable import write_text
 from tightfit.errors import UserError
+from tightfit.exports.accelerate import accelerate_config
+from tightfit.exports.deepspeed import deepspeed_config, trainer_arguments
+from tightfit.exports.estimate import engine_estimate
+from tightfit.exports.launch import slurm_script, torchrun_script
+from tightfit.exports.skypilot import skypilot_task
+from tightfit.exports.training_pods import kubernetes_training, pytorch_job
 from tightfit.jobs.engine import EngineName
-from tightfit.plan.export.accelerate import accelerate_config
-from tightfit.plan.export.deepspeed import deepspeed_config, trainer_arguments
-from tightfit.plan.export.estimate import engine_estimate
-from tightfit.plan.export.launch import slurm_script, torchrun_script
-from tightfit.plan.export.skypilot import skypilot_task
-from tightfit.plan.export.training_pods import kubernetes_training, pytorch_job
 from tightfit.plan.plan import Plan
 
 PLAN_FILE = "plan.json"

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from tightfit.errors import UserError
+from tightfit.exports.vllm import MARK, EngineOptions, vllm_arguments
 from tightfit.plan.deployment import Deployment
-from tightfit.plan.export.vllm import MARK, EngineOptions, vllm_arguments
 
 IMAGES: Mapping[str, str] = {"NVIDIA": "vllm/vllm-openai:v0.24.0", "AMD": "vllm/vllm-openai-rocm:v0.24.0"}
 RESOURCES: Mapping[str, str] = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu"}
@@ -29,12 +29,6 @@ Json = dict[str, Any]
 
 def kubernetes_manifest(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> str:
     """Deployment and Service as YAML, after a comment that describes the plan."""
-    objects = kubernetes_objects(deployment, options, image=image)
-    return f"# {MARK}:\n# {deployment.describe()}\n" + manifest_text(objects)
-
-
-def kubernetes_objects(deployment: Deployment, options: EngineOptions, *, image: str | None = None) -> list[Json]:
-    """The Deployment and the Service."""
     if deployment.spans_nodes:
         raise UserError(
             f"a copy of {deployment.model} takes {deployment.cards} cards, but a pod has those of one machine "
@@ -50,10 +44,11 @@ def kubernetes_objects(deployment: Deployment, options: EngineOptions, *, image:
         "template": {"metadata": {"labels": labels_of(name)}, "spec": pod},
     }
     service = {"selector": selector, "ports": [{"name": "http", "port": options.port, "targetPort": "http"}]}
-    return [
+    objects = (
         cluster_object("apps/v1", "Deployment", name, spec=pods),
         cluster_object("v1", "Service", name, spec=service),
-    ]
+    )
+    return f"# {MARK}:\n# {deployment.describe()}\n" + manifest_text(objects)
 
 
 def manifest_text(objects: Sequence[Json]) -> str:

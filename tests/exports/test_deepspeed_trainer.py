@@ -9,7 +9,7 @@ import pytest
 
 from tests.plan.questions import planned
 from tests.programs import call_forked
-from tightfit.plan.export.files import export
+from tightfit.exports.files import export
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="pip install --no-build-isolation deepspeed")
 

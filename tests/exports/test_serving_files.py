@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from tightfit.cli.main import app
 from tightfit.errors import UserError
+from tightfit.exports.kubernetes import kubernetes_manifest, object_name
+from tightfit.exports.serving_files import export_serving, served_weights
+from tightfit.exports.vllm import EngineOptions, vllm_arguments, vllm_script
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
 from tightfit.plan.deployment import Deployment, make_deployment
-from tightfit.plan.export.kubernetes import kubernetes_manifest, object_name
-from tightfit.plan.export.serving_files import export_serving, served_weights
-from tightfit.plan.export.vllm import EngineOptions, vllm_arguments, vllm_script
 
 OPTIONS = EngineOptions(weights="/models/it's mine", name="Our Model", port=9000, lookup=True)
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.plan.questions import planned
 from tightfit.errors import UserError
-from tightfit.plan.export.deepspeed import deepspeed_config
-from tightfit.plan.export.files import export
+from tightfit.exports.deepspeed import deepspeed_config
+from tightfit.exports.files import export
 from tightfit.plan.plan import Plan
 
 DATA_ONLY = ("layout.data=8",)

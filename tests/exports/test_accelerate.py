@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.plan.questions import planned
 from tightfit.errors import UserError
-from tightfit.plan.export.accelerate import accelerate_config
-from tightfit.plan.export.files import export
+from tightfit.exports.accelerate import accelerate_config
+from tightfit.exports.files import export
 from tightfit.plan.plan import Plan
 
 CASES = {

@@ -6,10 +6,10 @@ from typing import Literal
 from tightfit.bounded_files import require_regular, user_path
 from tightfit.durable import write_text
 from tightfit.errors import UserError
+from tightfit.exports.kubernetes import kubernetes_manifest
+from tightfit.exports.vllm import EngineOptions, vllm_script
 from tightfit.models.presets import PRESETS
 from tightfit.plan.deployment import Deployment
-from tightfit.plan.export.kubernetes import kubernetes_manifest
-from tightfit.plan.export.vllm import EngineOptions, vllm_script
 
 Target = Literal["vllm", "k8s"]
 FILES: dict[Target, str] = {"vllm": "serve-vllm.sh", "k8s": "serve-k8s.yaml"}

@@ -7,8 +7,8 @@ Offload moves weights and optimizer together. Layers to wrap are the model's own
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.plan.export.deepspeed import data_only
-from tightfit.plan.export.host_states import host_states
+from tightfit.exports.deepspeed import data_only
+from tightfit.exports.host_states import host_states
 from tightfit.plan.plan import Plan
 
 MIXED = {"bf16": "bf16", "fp16": "fp16", "pure-bf16": "no", "fp32": "no"}

@@ -12,8 +12,8 @@ have torch and CUDA; tightfit is installed when a pod starts.
 import json
 import shlex
 
-from tightfit.plan.export import launch
-from tightfit.plan.export.kubernetes import RESOURCES, Json, cluster_object, labels_of, manifest_text, object_name
+from tightfit.exports import launch
+from tightfit.exports.kubernetes import RESOURCES, Json, cluster_object, labels_of, manifest_text, object_name
 from tightfit.plan.plan import Plan
 
 IMAGE = "pytorch/pytorch"

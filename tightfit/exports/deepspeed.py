@@ -13,13 +13,13 @@ The Trainer refuses a configuration that contradicts its own arguments, whose de
 from typing import Any
 
 from tightfit.errors import UserError
+from tightfit.exports.host_states import HostStates, host_states
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 from tightfit.plan.batch import batch_of
-from tightfit.plan.export.host_states import HostStates, host_states
 from tightfit.plan.plan import Plan
 
 PRECISIONS: dict[PrecisionName, dict[str, Any]] = {

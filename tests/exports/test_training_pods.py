@@ -13,10 +13,10 @@ from torch.distributed.run import parse_args
 
 from benchmarks.export_checks import by_kubeflow, by_kubernetes_pods, by_shellcheck, by_skypilot, shellcheck
 from tests.plan.questions import planned
+from tightfit.exports.files import EXPORTS, export
+from tightfit.exports.skypilot import accelerator_name, skypilot_task
+from tightfit.exports.training_pods import kubernetes_training, pytorch_job
 from tightfit.hardware.catalog import find_accelerator
-from tightfit.plan.export.files import EXPORTS, export
-from tightfit.plan.export.skypilot import accelerator_name, skypilot_task
-from tightfit.plan.export.training_pods import kubernetes_training, pytorch_job
 from tightfit.plan.plan import Plan
 
 
