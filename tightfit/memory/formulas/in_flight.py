@@ -37,7 +37,7 @@ def in_flight(rank: RankMemory) -> tuple[InFlight, ...]:
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = rank.loss.kept * span.has_head
     if layout.schedule == "interleaved":
-        most, beside_first_stage = most_in_turns(layout, span.rank, micro_batches, layers)
+        most, beside_first_stage = most_in_turns(layout.pipeline, span.rank, micro_batches, layers)
         other_bytes = max(0, ceil(each_bytes * most, sum(layers)) - each_bytes)
         beside_embedding_bytes = ceil(each_bytes * beside_first_stage, sum(layers))
     else:

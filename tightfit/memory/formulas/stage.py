@@ -21,12 +21,12 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import bounds_gradients, offloaded_count, stored_bytes
 from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
-from tightfit.memory.formulas.layer import forward_extra, layer_cost
+from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_bytes
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
-from tightfit.memory.formulas.saved import SavedBytes, attention_saved, saved_bytes, statistic_bytes, total
+from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statistic_bytes, total
 
 
 class LayerKind:
@@ -53,11 +53,10 @@ class LayerKind:
         self.fullest_summing = max(self.moments, key=lambda each: growing(each) - element_bytes * each.added_weights)
         """The fullest of `moments` where gradients of weights are added to existing sums as they are made."""
         self.reduction_bytes = total(attention_saved(shape)) + shape.hidden_bytes if apart else 0
-        """Activations when gradients of split experts are reduced: attention's saved tensors, and the gradient of the
-        MLP's input."""
         of_attention = (each.activation_bytes for each in self.moments if each.name == "attention")
         self.attention_bytes = sum(of_attention) if apart else 0
-        """Activations in attention's backward, which follows that reduction."""
+        """Activations when gradients of split experts are reduced (attention's saved tensors, and the gradient of the
+        MLP's input), and in attention's backward, which follows."""
 
 
 _remembered_kind = lru_cache(maxsize=65536)(LayerKind)
@@ -112,7 +111,6 @@ class StageMemory:
         self.vocabulary = vocabulary_params(shape)
         """Weights of the embedding, and of the output projection: as many."""
         self.shares_embedding = span.shares_embedding(shape.spec)
-        """Whether the two are one (tied) weight on this rank."""
         self.outside = self.weights - self.layer_weights
         self.embedding = self.vocabulary if span.has_embedding and not self.shares_embedding else 0
         self.root = self.outside - self.embedding
@@ -129,14 +127,12 @@ class StageMemory:
         self.forward_extra_bytes = forward_extra(shape, span.last - 1, levels[-1])
         """Temporaries beside the saved tensors when forward ends its last layer."""
         self.working_bytes = max(kind.working_bytes for kind in counts)
-        """Peak of a layer's forward without autograd."""
         # Gradients of the outputs of q, k and v, and 4 of the stream's size: of norms, output projection and MLP.
         qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
         layer_bytes = shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
         self.for_weights_bytes = len(levels) * layer_bytes
         """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
         self.visits = tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1]
-        """Layers at which backward may be fullest, from the last to the first."""
 
 
 remembered_stage = lru_cache(maxsize=65536)(StageMemory)

@@ -263,10 +263,8 @@ class Step:
         )
 
     def optimizer(self) -> StepMoment:
-        """The update: all gradients, and float32 copies of its first bucket; under FSDP2 only gradient shards.
-
-        Without a flush between steps (2bw) activations of micro-batches in flight are there as well.
-        """
+        """The update: all gradients, and float32 copies of its first bucket; under FSDP2 only gradient shards; without
+        a flush between steps (2bw) also activations of micro-batches in flight."""
         count, element_bytes, levers = self.stage.weights, self.shape.element_bytes, self.rank.levers
         shard_bytes = self.states.kept_gradient_bytes * self.states.owned
         if levers.update_in_backward:

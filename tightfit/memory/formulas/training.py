@@ -1,8 +1,7 @@
-"""Training: the fullest moment of every phase of a step, on every pipeline rank.
+"""Training: the fullest moment of every phase of a step (step.py), on every pipeline rank.
 
-- init: what lives as long as the run. States exist from the start (train/optimizer), so the first step is no exception.
-- forward, loss, backward, optimizer: the moments of step.py.
-- evaluation: a forward without autograd. save: the host holds a copy of what is written.
+States exist from the start (train/optimizer), so the first step is no exception. At `save` the host holds a copy of
+what is written.
 """
 
 import math
