@@ -82,10 +82,8 @@ def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
 
 
 def _recomputed_weights(shape: LocalShape, layer: int) -> int:
-    """Weights of the products that are recomputed per token: all, or all but the last if nothing needs its result.
-
-    In tiled layers only q, k and v count: everything after attention is recomputed at every level.
-    """
+    """Weights of the products that are recomputed per token: all, or all but the last if nothing needs its result; in
+    tiled layers q, k and v, as everything after attention is recomputed at every level."""
     spec = shape.spec
     if shape.is_tiled(layer):
         return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)

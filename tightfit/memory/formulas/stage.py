@@ -63,13 +63,11 @@ _remembered_kind = lru_cache(maxsize=65536)(LayerKind)
 
 
 class LayerVisit(NamedTuple):
-    """Backward at work in one layer."""
+    """Backward at work in one layer: saved tensors of layers before it, and weights of layers after it, done."""
 
     kind: LayerKind
     saved_before: SavedBytes
-    """Saved tensors of the layers before it."""
     done_weights: int
-    """Weights of the layers after it, whose backward is done."""
     moment: LayerMoment
     """The kind's `fullest_growing`; where every layer is visited, each of the kind's moments in turn."""
     is_first: bool
@@ -119,13 +117,11 @@ class StageMemory:
 
         self.offloaded, self.offloaded_by_stage = offloaded, _by_stage(levels, span.layers_by_stage, offloaded)
         self.saved = _saved(shape, counts, offloaded)
-        """Activations of one micro-batch that layers keep on the GPU."""
         self.tables_bytes = _tables_bytes(shape, span)
         norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
         self.outside_bytes = self.tables_bytes + norm_bytes
         """Bytes outside the layers with the final norm's input; while layers run backward, only tables."""
         self.forward_extra_bytes = forward_extra(shape, span.last - 1, levels[-1])
-        """Temporaries beside the saved tensors when forward ends its last layer."""
         self.working_bytes = max(kind.working_bytes for kind in counts)
         # Gradients of the outputs of q, k and v, and 4 of the stream's size: of norms, output projection and MLP.
         qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
@@ -206,9 +202,8 @@ def _visits(
     visited = range(len(kinds)) if every_layer else sorted(ends_of_kinds | {max(0, last - 1), min(1, last)})
     for index in visited:
         kind, before = kinds[index], Counter(kinds[:index])
-        recomputed_before = _recomputed(before)
         # A recomputed layer, this one or one after it, prefetches the input of the recomputed layer before it.
-        called = _recomputed(counts) > recomputed_before
+        recomputed_before, has_recomputed_after = _recomputed(before), _recomputed(counts) > _recomputed(before)
         visit = LayerVisit(
             kind=kind,
             saved_before=_saved(shape, before, offloaded),
@@ -217,7 +212,7 @@ def _visits(
             is_first=index == 0,
             is_last=index == last,
             is_inner=not every_layer and index not in ends_of_kinds,
-            awaits_input=called and 0 < recomputed_before <= offloaded,
+            awaits_input=has_recomputed_after and 0 < recomputed_before <= offloaded,
         )
         yield from (visit._replace(moment=moment) for moment in kind.moments) if every_layer else (visit,)
 

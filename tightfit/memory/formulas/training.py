@@ -109,8 +109,8 @@ def _moments(rank: RankMemory) -> dict[Phase, list[StepMoment]]:
 
 
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
-    """Lines for the host's copy of everything saved, wherever it lives: with one rank the file that safetensors builds
-    in memory, with several the copy that each rank stages while training goes on (train/checkpoints)."""
+    """The host's copy of everything saved, wherever it lives: with one rank the file that safetensors builds in memory,
+    with several the copy that each rank stages while training goes on (train/checkpoints)."""
     for holder in (rank.resident, rank.host):
         for line in lines(holder, "save", number, "host"):
             if line.component in SAVED and line.detail not in (TEACHER, ROUNDING, FROZEN):
