@@ -37,12 +37,7 @@ class Peaks(NamedTuple):
 
 
 def peaks(
-    workload: Workload,
-    layout: Layout,
-    levers: Levers,
-    overheads: Overheads = DEFAULT,
-    *,
-    room_bytes: float = math.inf,
+    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, *, room_bytes: float = math.inf
 ) -> Peaks:
     """Peaks over pipeline ranks; stops at the first rank that needs more than `room_bytes`."""
     gpu_bytes = host_bytes = saved_bytes = 0
