@@ -38,11 +38,10 @@ class Step:
         self.flying = flying
         others = {"other_micro_batches": flying.other_bytes, "earlier_gradients": self.gradients.earlier_bytes}
         self.throughout = {**others, "outside_layers": rank.stage.tables_bytes}
-        """Fields of StepMoment at every moment of forward and backward, but for these two:"""
         self.with_final_norm = {**others, "outside_layers": rank.stage.outside_bytes}
-        """After the last layer's forward: the final norm has saved its input."""
         self.at_embedding = {**self.throughout, "other_micro_batches": flying.beside_embedding_bytes}
-        """When backward has reached the embedding."""
+        """Fields of StepMoment at every moment of forward and backward; once the final norm has saved its input; and
+        when backward has reached the embedding."""
 
     def forward(self) -> list[StepMoment]:
         """Its end; or its start, with gradients that await offloaded updates, or weights that FSDP2 gathers."""
