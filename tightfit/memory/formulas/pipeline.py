@@ -65,8 +65,6 @@ def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in
 
 def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
     """Pipeline ranks that can be the fullest: only these need to be computed."""
-    if layout.pipeline == 1:
-        return (0,)
     recomputed = levers.checkpoint_every, levers.num_checkpoints
     micro_batches = workload.micro_batches(layout)
     return _telling_ranks(workload.spec, workload.sequence_length, layout, micro_batches, *recomputed)
