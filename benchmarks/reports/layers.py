@@ -1,8 +1,8 @@
 """Tables of what one layer saves for backward: the original GPT layer, and one of ours."""
 
 from tightfit.memory.formulas import gpt
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import layer_kept
 from tightfit.models.presets import preset
 
 MODEL, LENGTH = "llama-3.1-8b", 8192

@@ -18,10 +18,10 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers.checkpointing import checkpoint_layers
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.layer_moments import attention_kind
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.rank import RankMemory
-from tightfit.memory.formulas.saved import layer_kept
 from tightfit.memory.simulation import simulated
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights

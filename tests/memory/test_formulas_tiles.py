@@ -13,9 +13,9 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers import tiling
 from tightfit.memory.formulas.fsdp2 import installed
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.overheads import Overheads
-from tightfit.memory.formulas.saved import layer_kept
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.presets import preset
 from tightfit.plan.search.lever_choices import TILED_LENGTH

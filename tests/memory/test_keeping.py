@@ -12,9 +12,9 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.keeping import layer_levels, level_options
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_input
 from tightfit.memory.formulas.rank import RankMemory
-from tightfit.memory.formulas.saved import layer_kept
 from tightfit.memory.formulas.stage import remembered_stage
 from tightfit.memory.formulas.step import steps
 from tightfit.models.presets import preset, preset_names

@@ -8,7 +8,7 @@
 | A x | rank numbers a token of every adapted projection |
 | a frozen matrix at work | expanded for its product, and again for the gradient of its input, where it is coded |
 
-Gradients and states are counted for the weights of A and B only.
+Gradients and states are those of A and B only.
 """
 
 from tightfit.jobs.projections import Projection, linear_shapes

@@ -24,9 +24,8 @@ class Fsdp2(NamedTuple):
 
 
 OLDEST = Fsdp2()
-"""torch 2.11 to 2.14, which hold most."""
 NEWEST = Fsdp2(frees_buffer_before_copy=True, frees_gradients_before_shard=True, adds_one_by_one=True)
-"""torch 2.15 and later."""
+"""Those of torch 2.11 to 2.14, which hold most, and of torch 2.15 and later."""
 
 
 def of_torch(release: str) -> Fsdp2:

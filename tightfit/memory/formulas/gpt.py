@@ -16,34 +16,30 @@ class Row(NamedTuple):
     half: Half
     name: str
     bsh: int
-    bssa: int
-
-    def bytes(self, b: int, s: int, h: int, a: int) -> int:
-        """Its size for these shapes."""
-        return self.bsh * b * s * h + self.bssa * b * s * s * a
+    bssa: int = 0
 
 
 ROWS = (
-    Row("attention", "input of the projections", 2, 0),
-    Row("attention", "queries and keys", 4, 0),
+    Row("attention", "input of the projections", 2),
+    Row("attention", "queries and keys", 4),
     Row("attention", "scores (softmax output)", 0, 2),
     Row("attention", "softmax dropout mask", 0, 1),
     Row("attention", "dropped scores", 0, 2),
-    Row("attention", "values", 2, 0),
-    Row("attention", "output projection input", 2, 0),
-    Row("attention", "output dropout mask", 1, 0),
-    Row("attention", "layer norm input", 2, 0),
-    Row("mlp", "first linear input", 2, 0),
-    Row("mlp", "GELU input", 8, 0),
-    Row("mlp", "second linear input", 8, 0),
-    Row("mlp", "output dropout mask", 1, 0),
-    Row("mlp", "layer norm input", 2, 0),
+    Row("attention", "values", 2),
+    Row("attention", "output projection input", 2),
+    Row("attention", "output dropout mask", 1),
+    Row("attention", "layer norm input", 2),
+    Row("mlp", "first linear input", 2),
+    Row("mlp", "GELU input", 8),
+    Row("mlp", "second linear input", 8),
+    Row("mlp", "output dropout mask", 1),
+    Row("mlp", "layer norm input", 2),
 )
 
 
 def layer_bytes(b: int, s: int, h: int, a: int, half: Half | None = None) -> int:
     """Activations of one layer, or of one `half` of it."""
-    return sum(row.bytes(b, s, h, a) for row in ROWS if half in (None, row.half))
+    return sum(row.bsh * b * s * h + row.bssa * b * s * s * a for row in ROWS if half in (None, row.half))
 
 
 def model_bytes(b: int, s: int, h: int, a: int, layers: int) -> int:

@@ -126,8 +126,7 @@ def _shard_bytes(rank: RankMemory) -> float:
 
 def _deferred_weights(rank: RankMemory) -> int:
     """Weights whose updates are deferred until after backward and keep their gradients: whole matrices from the last
-    layer back, chosen by the bytes of the updated weight or its shard (levers/offload.py), and their layers' vectors.
-    """
+    layer back, chosen by the bytes of the updated weight or its shard (levers/offload.py), and vectors beside them."""
     stage, states = rank.stage, rank.states
     share = states.owned / stage.weights
     matrices = stage.last_layer_matrices[::-1] * (stage.span.last - stage.span.first)
@@ -137,11 +136,9 @@ def _deferred_weights(rank: RankMemory) -> int:
 
 
 def _not_waited_for(rank: RankMemory, *, is_limited: bool) -> int:
-    """Weights with states on the host whose updates may be pending when the next forward pass looks up the embedding.
-
-    That lookup has waited for the embedding's own update, the last of a step (under FSDP2 for the root's too). With
-    updates inside backward only deferred ones are sent after the embedding's, if it has a weight of its own.
-    """
+    """Weights with states on the host whose updates may be pending when the next forward pass looks up the embedding:
+    all but the embedding's own, the last of a step (under FSDP2 the root's too). With updates inside backward only
+    deferred ones are sent after the embedding's, if it has a weight of its own."""
     stage = rank.stage
     on_gpu_bytes, on_host_bytes = rank.states.resident.moments, rank.states.host.moments
     offloaded = stage.weights * on_host_bytes // max(1, on_host_bytes + on_gpu_bytes)

@@ -37,7 +37,7 @@ def in_flight(rank: RankMemory) -> tuple[InFlight, ...]:
     each_bytes = sum(stage.saved) + stage.outside_bytes + sent_bytes
     loss_bytes = rank.loss.kept * span.has_head
     if layout.schedule == "interleaved":
-        most, beside_first_stage = most_in_turns(layout, span.rank, micro_batches, layers)
+        most, beside_first_stage = most_in_turns(layout.pipeline, span.rank, micro_batches, layers)
         other_bytes = max(0, ceil(each_bytes * most, sum(layers)) - each_bytes)
         beside_embedding_bytes = ceil(each_bytes * beside_first_stage, sum(layers))
     else:
@@ -51,12 +51,16 @@ def in_flight(rank: RankMemory) -> tuple[InFlight, ...]:
             return (first,)
         left = (max(0, size - freed_bytes) for size in (other_bytes, beside_embedding_bytes))
         return first, InFlight(micro_batches, *left)
-    # If all micro-batches go backward through a rank's last stage before any goes through another stage, only the last
-    # has sums of gradients.
+    return (InFlight(micro_batches, other_bytes, beside_embedding_bytes, _share_with_sums(rank)),)
+
+
+def _share_with_sums(rank: RankMemory) -> float:
+    """All of a rank's layers; or its last stage's, where all micro-batches go backward through that stage before any
+    goes through another: then only it has sums of gradients."""
+    layout, span = rank.layout, rank.stage.span
     first_backwards = 2 * layout.pipeline - 1 - span.rank if layout.in_v else layout.pipeline
-    last_alone = stages > 1 and micro_batches <= first_backwards
-    share = layers[-1] / sum(layers) if last_alone else 1.0
-    return (InFlight(micro_batches, other_bytes, beside_embedding_bytes, share),)
+    last_alone = layout.stages_per_rank > 1 and rank.micro_batches <= first_backwards
+    return span.layers_by_stage[-1] / sum(span.layers_by_stage) if last_alone else 1.0
 
 
 def _other_bytes(rank: RankMemory, each_bytes: int, loss_bytes: int) -> int:

@@ -14,8 +14,9 @@ from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.jobs.levers import Levers
 from tightfit.levers.policy.budget import KeepOption, Options, cheapest_levels
 from tightfit.levers.policy.recompute import KEEP_LEVELS, KeepLevel, fixed_levels, needs_last_product
+from tightfit.memory.formulas.layer import layer_kept
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.saved import layer_kept, total
+from tightfit.memory.formulas.saved import total
 from tightfit.models.spec import ModelSpec
 
 H200 = next(row for row in CATALOG if row.family == "H200")
@@ -55,7 +56,7 @@ def level_options(shape: LocalShape, layer: int, offload: bool = False) -> tuple
         options[level] = KeepOption(total(layer_kept(shape, layer, level)) - on_host_bytes, seconds[level])
     if shape.adapted is not None:
         options["matmuls"] = KeepOption(options["attention"].bytes, options["nothing"].seconds)
-    elif shape.tiles > 1:
+    elif shape.has_tiles:
         options["matmuls"] = options["attention"]
     return tuple(options.values())
 
@@ -81,10 +82,8 @@ def _recompute_seconds(shape: LocalShape, layer: int) -> dict[KeepLevel, float]:
 
 
 def _recomputed_weights(shape: LocalShape, layer: int) -> int:
-    """Weights of the products that are recomputed per token: all, or all but the last if nothing needs its result.
-
-    In tiled layers only q, k and v count: everything after attention is recomputed at every level.
-    """
+    """Weights of the products that are recomputed per token: all, or all but the last if nothing needs its result; in
+    tiled layers q, k and v, as everything after attention is recomputed at every level."""
     spec = shape.spec
     if shape.is_tiled(layer):
         return spec.hidden_size * (spec.query_size + 2 * spec.kv_size)

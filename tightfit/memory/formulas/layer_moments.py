@@ -50,8 +50,8 @@ class LayerCost:
     recompute: LayerMoment
 
 
-Half = tuple[int, int, tuple[LayerMoment, LayerMoment]]
-"""The MLP's half of a layer: forward_extra, forward_working and backward of LayerCost."""
+MlpCost = tuple[int, int, tuple[LayerMoment, LayerMoment]]
+"""The MLP's forward_extra, forward_working and backward, as in LayerCost."""
 
 
 def untiled_cost(shape: LocalShape, layer: int, saved_bytes: int) -> LayerCost:
@@ -118,7 +118,7 @@ def _on_a_cube(shape: LocalShape, cost: LayerCost) -> LayerCost:
     )
 
 
-def _dense_mlp(shape: LocalShape, saved_bytes: int) -> Half:
+def _dense_mlp(shape: LocalShape, saved_bytes: int) -> MlpCost:
     """Forward makes gate, up, their product and the result. Backward holds the product's gradient beside the saved gate
     and up, whose gradients are written in their place; then the input's gradient."""
     spec, stream_bytes, hidden_bytes = shape.spec, shape.stream_bytes, shape.hidden_bytes
@@ -148,7 +148,7 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> Half:
     return product_bytes + result_bytes, working_bytes, (product, inputs)
 
 
-def _experts(shape: LocalShape, saved_bytes: int) -> Half:
+def _experts(shape: LocalShape, saved_bytes: int) -> MlpCost:
     """kernels/routed_mlp.py, whose rows are (token, expert) pairs. Forward ends with all rows' outputs, beside
     gate × up or the tokens' sums; backward holds gradients of all rows' outputs and of gate × up, then of inputs."""
     spec, experts, rows_bytes, stream_bytes = shape.spec, shape.spec.experts, shape.routed_bytes, shape.stream_bytes
@@ -215,9 +215,9 @@ def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
     """Which kernel computes attention on Ampere and later (as kernels/attention.py): torch's fused ones for a plain
     causal mask, ours for windows, soft caps, and grouped key heads in float32."""
     spec, window = shape.spec, shape.spec.window_of(layer)
-    if spec.attention_softcap is not None or (window is not None and window < shape.whole_length):
-        return "own"
-    return "own" if shape.element_bytes == 4 and spec.kv_heads != spec.heads else "fused"
+    is_windowed = window is not None and window < shape.whole_length
+    is_grouped_float32 = shape.element_bytes == FLOAT32_BYTES and spec.kv_heads != spec.heads
+    return "own" if is_windowed or is_grouped_float32 or spec.attention_softcap is not None else "fused"
 
 
 def attention_workspace(shape: LocalShape, layer: int) -> int:

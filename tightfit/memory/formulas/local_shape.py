@@ -65,7 +65,7 @@ class LocalShape:
         """Tokens whose attention and MLP this rank computes."""
         self.whole_length = self.length * self.context
         """Tokens of a row on all context ranks together."""
-        self.tile_tokens = ceil(self.tokens, self.tiles)
+        self.has_tiles, self.tile_tokens = self.tiles > 1, ceil(self.tokens, self.tiles)
         self.stream_tokens = ceil(self.tokens, self.tensor) if self.sequence_parallel else self.tokens
         """Tokens of the residual stream and the norms on this rank: a share of `tokens` with sequence parallelism."""
         self.stream_bytes = self.stream_tokens * spec.hidden_size * element_bytes

@@ -2,15 +2,12 @@
 
 - The CUDA context: driver and kernels of torch and its libraries on the card, 500 MiB on an H200 with CUDA 13 (what
   `nvidia-smi` shows for a process beyond what torch has reserved); 300 to 600 MiB on others.
-- cuBLAS takes a workspace per thread that calls it, 32 MiB on Hopper (8.1 MiB before): the thread that runs forward,
-  and autograd's. Torch's allocator counts them as allocated.
-- Memory reserved by the allocator but not allocated is fragmentation, which depends on the order of requests. It has no
-  closed form: the simulation replays it. Here it is a flat share, a margin for planning.
+- cuBLAS takes a workspace per thread that calls it (forward's and autograd's), 32 MiB on Hopper, 8.1 MiB before.
+- Memory reserved by the allocator but not allocated is fragmentation, which depends on the order of requests. The
+  simulation replays it; here it is a flat share, a margin for planning.
 
-Not counted: NCCL's own buffers, which it takes from the driver when several ranks communicate.
-
-`Overheads` also has the version of FSDP2, which decides how long buffers live (fsdp2.py): by default torch 2.11's, with
-which the truth tables were measured; plans use that of the installed torch.
+NCCL's own buffers are not counted. `fsdp2` decides how long FSDP2's buffers live (fsdp2.py): by default as in torch
+2.11, with which the truth tables were measured; plans use the installed torch's.
 """
 
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ class Params(NamedTuple):
 
     @property
     def all(self) -> int:
-        """Dense weights and experts together."""
+        """Both together."""
         return self.dense + self.experts
 
     def plus(self, other: "Params", times: int = 1) -> "Params":

@@ -15,6 +15,7 @@ Stages of one rank differ in size: the last has the output projection and fewer 
 """
 
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from tightfit.jobs.layout import Layout, stages_of_rank
@@ -32,7 +33,6 @@ class RankSpan(NamedTuple):
     first: int
     last: int
     layers_by_stage: tuple[int, ...]
-    """Layers of each of the rank's stages."""
     has_embedding: bool
     has_head: bool
 
@@ -65,8 +65,6 @@ def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in
 
 def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:
     """Pipeline ranks that can be the fullest: only these need to be computed."""
-    if layout.pipeline == 1:
-        return (0,)
     recomputed = levers.checkpoint_every, levers.num_checkpoints
     micro_batches = workload.micro_batches(layout)
     return _telling_ranks(workload.spec, workload.sequence_length, layout, micro_batches, *recomputed)
@@ -113,25 +111,20 @@ def micro_batches_in_flight(layout: Layout, rank: int, micro_batches: int) -> tu
 def most_in_flight(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> int:
     """The most that rank `rank` keeps at one time, if one micro-batch in its stages keeps `sizes`, in any unit."""
     if layout.schedule == "interleaved":
-        return most_in_turns(layout, rank, micro_batches, sizes)[0]
-    in_flight = micro_batches_in_flight(layout, rank, micro_batches)
-    return sum(count * size for count, size in zip(in_flight, sizes, strict=True))
-
-
-def most_in_turns(layout: Layout, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """The most under the interleaved schedule: at any time, and just after a backward through the first stage.
-
-    That is not always when most micro-batches are in flight: those of a large stage may enter while those of a small
-    one leave. The schedule is periodic, so 4 K micro-batches suffice.
-    """
-    return _most_in_turns(layout.pipeline, rank, min(micro_batches, 4 * layout.pipeline), sizes)
+        return most_in_turns(layout.pipeline, rank, micro_batches, sizes)[0]
+    return sum(map(mul, micro_batches_in_flight(layout, rank, micro_batches), sizes))
 
 
 @lru_cache(maxsize=4096)
-def _most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Step through the schedule: forwards until the pipeline is full, then one forward one backward, then backwards."""
+def most_in_turns(K: int, rank: int, micro_batches: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The most under the interleaved schedule: at any time, and just after a backward through the first stage.
+
+    That is not always when most micro-batches are in flight: those of a large stage may enter while those of a small
+    one leave. The schedule is followed: forwards until the pipeline is full, then one forward one backward, then
+    backwards. It is periodic, so 4 K micro-batches suffice.
+    """
     v = len(sizes)
-    pieces = micro_batches * v
+    pieces = min(micro_batches, 4 * K) * v
     full = min(pieces, 2 * (K - rank - 1) + (v - 1) * K + 1)
     now = most = beside_first = 0
     for turn in range(pieces + full - 1):

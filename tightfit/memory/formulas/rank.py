@@ -36,7 +36,7 @@ class RankMemory:
             sum_bytes=self.teacher.sum_bytes,
         )
         self.sums_whole = layout.zero == 1 and self.micro_batches > 1
-        """ZeRO-1 sums whole gradients over micro-batches, and reduce-scatters them in the last backward."""
+        """Whether whole gradients are summed over micro-batches and reduce-scattered in the last backward."""
         self.arriving_bytes = checkpoint_bytes(self.shape, levers) if stage.offloaded else 0
         """A checkpoint on its way from the host."""
         self.resident, self.host = self._resident(), self._host()

@@ -12,10 +12,9 @@ from typing import Literal, NamedTuple
 
 from tightfit.jobs.engine import ENGINES
 from tightfit.jobs.precision import FLOAT32_BYTES, INT32_BYTES, INT64_BYTES
-from tightfit.levers.policy.recompute import KeepLevel, needs_last_product
+from tightfit.levers.policy.recompute import needs_last_product
 from tightfit.memory.formulas.adapter import low_rank_bytes
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.segments import unsplit_rest
 from tightfit.models.spec import ModelSpec
 
 SavedKind = Literal["residual", "norms", "attention", "mlp", "routing"]
@@ -44,44 +43,19 @@ class SavedBytes(NamedTuple):
     unsplit: int = 0
 
 
-@lru_cache(maxsize=4096)
-def layer_kept(shape: LocalShape, layer: int, level: KeepLevel = "everything") -> tuple[SavedTensor, ...]:
-    """Everything layer `layer` keeps for backward at `level` of recomputation (levers/checkpoint_keep.py)."""
-    saved = [SavedTensor("residual", "layer input", shape.stream_bytes, "to compute the layer again")]
-    of_attention = _attended(shape)
-    if level == "everything" and shape.is_tiled(layer):
-        saved += of_attention
-    elif level == "everything":
-        saved = [*attention_saved(shape), *_mlp_saved(shape, layer), *_engine_saved(shape, layer)]
-    elif level != "nothing":
-        saved += [tensor for tensor in of_attention if tensor.name in ("output", "logsumexp")]
-    if level == "matmuls":
-        products = [tensor for tensor in of_attention if tensor.name in ("queries", "keys and values")]
-        kept_share = ENGINES[shape.engine_name].kept_product_share
-        for tensor in products + _product_saved(shape, layer):
-            saved.append(tensor._replace(bytes=int(kept_share * tensor.bytes)))
-    return tuple(tensor for tensor in saved if tensor.bytes)
-
-
 def total(tensors: Iterable[SavedTensor]) -> int:
     """Bytes of all `tensors`."""
     return sum(tensor.bytes for tensor in tensors)
 
 
-@lru_cache(maxsize=4096)
-def saved_bytes(shape: LocalShape, layer: int, level: KeepLevel) -> SavedBytes:
-    """Bytes of the tensors of `layer_kept` by kind."""
-    sums = dict.fromkeys(SavedBytes._fields, 0)
-    for tensor in layer_kept(shape, layer, level):
-        sums[tensor.kind] += tensor.bytes
-        sums["unsplit"] += tensor.tensors * unsplit_rest(tensor.bytes // tensor.tensors)
-    return SavedBytes(**sums)
+def untiled_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
+    """All that an untiled layer keeps if nothing is recomputed; in the lists of this file some lines have no bytes."""
+    return [*attention_saved(shape), *_mlp_saved(shape, layer), *_engine_saved(shape, layer)]
 
 
 @lru_cache(maxsize=4096)
 def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
-    """Tensors saved by a layer's first half, from the residual stream to attention's projected output; of the lists in
-    this file some lines have no bytes."""
+    """Tensors saved by a layer's first half, from the residual stream to attention's projected output."""
     spec, latent, stream_bytes, stream_rows = shape.spec, shape.spec.latent, shape.stream_bytes, shape.stream_tokens
     input_bytes = shape.inputs_bytes if shape.trains("q", "k", "v") else 0
     heads_bytes = shape.query_bytes + shape.key_bytes if spec.qk_norm else 0
@@ -99,12 +73,12 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
         SavedTensor("attention", "keys' and values' vectors", kv_bytes, "the input of what is made of them"),
         *_norm_saved(spec, "queries' vectors", query_bytes, shape.tokens),
         SavedTensor("attention", "queries' vectors", query_bytes, "the input of what is made of them"),
-        *_attended(shape),
+        *attended(shape),
         *_norm_saved(spec, "attention output", stream_bytes if spec.sandwich_norms else 0, stream_rows),
     )
 
 
-def _attended(shape: LocalShape) -> list[SavedTensor]:
+def attended(shape: LocalShape) -> list[SavedTensor]:
     """Tensors saved by attention itself."""
     logsumexp_bytes = FLOAT32_BYTES * shape.tokens * shape.heads
     unpadded_bytes = shape.tokens * shape.spec.output_size * shape.element_bytes if shape.spec.latent is not None else 0
@@ -197,7 +171,7 @@ def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
     ]
 
 
-def _product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
+def product_saved(shape: LocalShape, layer: int) -> list[SavedTensor]:
     """Products kept by `checkpoint_keep: matmuls` beside attention's: the output projection's result, gate and up; the
     down projection's only where a norm or a router needs it."""
     spec, hidden_bytes, experts = shape.spec, shape.hidden_bytes, shape.spec.experts

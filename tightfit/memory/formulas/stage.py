@@ -21,12 +21,12 @@ from tightfit.jobs.workload import Workload
 from tightfit.levers.policy.offload import bounds_gradients, offloaded_count, stored_bytes
 from tightfit.levers.policy.recompute import KeepLevel
 from tightfit.memory.formulas.keeping import layer_levels
-from tightfit.memory.formulas.layer import forward_extra, layer_cost
+from tightfit.memory.formulas.layer import forward_extra, layer_cost, saved_bytes
 from tightfit.memory.formulas.layer_moments import LayerMoment
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.params import Params, embedding_params, layer_matrices, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import RankSpan, rank_spans
-from tightfit.memory.formulas.saved import SavedBytes, attention_saved, saved_bytes, statistic_bytes, total
+from tightfit.memory.formulas.saved import SavedBytes, attention_saved, statistic_bytes, total
 
 
 class LayerKind:
@@ -53,24 +53,21 @@ class LayerKind:
         self.fullest_summing = max(self.moments, key=lambda each: growing(each) - element_bytes * each.added_weights)
         """The fullest of `moments` where gradients of weights are added to existing sums as they are made."""
         self.reduction_bytes = total(attention_saved(shape)) + shape.hidden_bytes if apart else 0
-        """Activations when gradients of split experts are reduced: attention's saved tensors, and the gradient of the
-        MLP's input."""
         of_attention = (each.activation_bytes for each in self.moments if each.name == "attention")
         self.attention_bytes = sum(of_attention) if apart else 0
-        """Activations in attention's backward, which follows that reduction."""
+        """Activations when gradients of split experts are reduced (attention's saved tensors, and the gradient of the
+        MLP's input), and in attention's backward, which follows."""
 
 
 _remembered_kind = lru_cache(maxsize=65536)(LayerKind)
 
 
 class LayerVisit(NamedTuple):
-    """Backward at work in one layer."""
+    """Backward at work in one layer: saved tensors of layers before it, and weights of layers after it, done."""
 
     kind: LayerKind
     saved_before: SavedBytes
-    """Saved tensors of the layers before it."""
     done_weights: int
-    """Weights of the layers after it, whose backward is done."""
     moment: LayerMoment
     """The kind's `fullest_growing`; where every layer is visited, each of the kind's moments in turn."""
     is_first: bool
@@ -112,7 +109,6 @@ class StageMemory:
         self.vocabulary = vocabulary_params(shape)
         """Weights of the embedding, and of the output projection: as many."""
         self.shares_embedding = span.shares_embedding(shape.spec)
-        """Whether the two are one (tied) weight on this rank."""
         self.outside = self.weights - self.layer_weights
         self.embedding = self.vocabulary if span.has_embedding and not self.shares_embedding else 0
         self.root = self.outside - self.embedding
@@ -121,22 +117,18 @@ class StageMemory:
 
         self.offloaded, self.offloaded_by_stage = offloaded, _by_stage(levels, span.layers_by_stage, offloaded)
         self.saved = _saved(shape, counts, offloaded)
-        """Activations of one micro-batch that layers keep on the GPU."""
         self.tables_bytes = _tables_bytes(shape, span)
         norm_bytes = shape.stream_bytes + statistic_bytes(shape.spec, shape.stream_tokens) if span.has_head else 0
         self.outside_bytes = self.tables_bytes + norm_bytes
         """Bytes outside the layers with the final norm's input; while layers run backward, only tables."""
         self.forward_extra_bytes = forward_extra(shape, span.last - 1, levels[-1])
-        """Temporaries beside the saved tensors when forward ends its last layer."""
         self.working_bytes = max(kind.working_bytes for kind in counts)
-        """Peak of a layer's forward without autograd."""
         # Gradients of the outputs of q, k and v, and 4 of the stream's size: of norms, output projection and MLP.
         qkv_columns = shape.columns(shape.spec.query_size + 2 * shape.spec.kv_size)
         layer_bytes = shape.element_bytes * shape.tokens * qkv_columns + 4 * shape.stream_bytes
         self.for_weights_bytes = len(levels) * layer_bytes
         """Gradients that one micro-batch keeps from backward for inputs to backward for weights."""
         self.visits = tuple(_visits(shape, kinds, offloaded, every_layer=every_layer))[::-1]
-        """Layers at which backward may be fullest, from the last to the first."""
 
 
 remembered_stage = lru_cache(maxsize=65536)(StageMemory)
@@ -210,9 +202,8 @@ def _visits(
     visited = range(len(kinds)) if every_layer else sorted(ends_of_kinds | {max(0, last - 1), min(1, last)})
     for index in visited:
         kind, before = kinds[index], Counter(kinds[:index])
-        recomputed_before = _recomputed(before)
         # A recomputed layer, this one or one after it, prefetches the input of the recomputed layer before it.
-        called = _recomputed(counts) > recomputed_before
+        recomputed_before, has_recomputed_after = _recomputed(before), _recomputed(counts) > _recomputed(before)
         visit = LayerVisit(
             kind=kind,
             saved_before=_saved(shape, before, offloaded),
@@ -221,7 +212,7 @@ def _visits(
             is_first=index == 0,
             is_last=index == last,
             is_inner=not every_layer and index not in ends_of_kinds,
-            awaits_input=called and 0 < recomputed_before <= offloaded,
+            awaits_input=has_recomputed_after and 0 < recomputed_before <= offloaded,
         )
         yield from (visit._replace(moment=moment) for moment in kind.moments) if every_layer else (visit,)
 

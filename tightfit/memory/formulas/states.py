@@ -44,18 +44,15 @@ class States:
         self.owned = params.shard(self.ranks, layout.expert) if layout.zero else params.all
         """Weights that this rank updates: all of its own, or a shard."""
         self.element_bytes = workload.weight_bytes
-        """Bytes of a weight, and of its gradient, in forward and backward."""
         self.updated_bytes = FLOAT32_BYTES if has_masters else self.element_bytes
-        """Bytes of the number that the optimizer updates: 4 with masters, else those of the weight."""
         self.moment_bytes = moment_bytes(levers, wide=workload.updates_wide)
-        """Bytes of both moments of a weight."""
+        """Bytes of a weight (and of its gradient) in forward and backward, where it is updated, and of both moments."""
         whole_gradient_bytes = max(self.element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
         self.kept_gradient_bytes = self.updated_bytes if shards_are_masters else whole_gradient_bytes
         """Bytes of a gradient kept for the update: under FSDP2 in the shards' dtype, float32 if they are masters."""
         self.reduced_gradient_bytes = self.updated_bytes if layout.zero else self.element_bytes
         """Bytes of a gradient in FSDP2's reduce-scatter, and in ZeRO-1's sum over micro-batches: 4 with masters."""
         self.streams_weights = offload.offloads_weights(levers)
-        """Whether layers' weights are on the host."""
         self.resident, self.host = (
             Resident(
                 weights=0 if shards_are_masters else self.element_bytes * self.owned,  # 16-bit copies come and go

@@ -38,11 +38,10 @@ class Step:
         self.flying = flying
         others = {"other_micro_batches": flying.other_bytes, "earlier_gradients": self.gradients.earlier_bytes}
         self.throughout = {**others, "outside_layers": rank.stage.tables_bytes}
-        """Fields of StepMoment at every moment of forward and backward, but for these two:"""
         self.with_final_norm = {**others, "outside_layers": rank.stage.outside_bytes}
-        """After the last layer's forward: the final norm has saved its input."""
         self.at_embedding = {**self.throughout, "other_micro_batches": flying.beside_embedding_bytes}
-        """When backward has reached the embedding."""
+        """Fields of StepMoment at every moment of forward and backward; once the final norm has saved its input; and
+        when backward has reached the embedding."""
 
     def forward(self) -> list[StepMoment]:
         """Its end; or its start, with gradients that await offloaded updates, or weights that FSDP2 gathers."""
@@ -54,21 +53,17 @@ class Step:
             all_gather=self.weights.all_gather_bytes,
             teacher=self.rank.teacher.until_loss,
         )
-        moments, earlier_bytes = [end], self.gradients.earlier_bytes
-        if teaching_bytes := self.rank.teacher.teaching:
-            moments.append(StepMoment(earlier_gradients=earlier_bytes, teacher=teaching_bytes))
+        earlier_bytes, teaching_bytes = self.gradients.earlier_bytes, self.rank.teacher.teaching
+        teaching = StepMoment(earlier_gradients=earlier_bytes, teacher=teaching_bytes) if teaching_bytes else None
         # When the embedding is looked up, updates of the step before may be pending, and their gradients exist.
         pending_bytes = max(self.gradients.from_last_step_bytes, earlier_bytes)
         start = StepMoment(**{**self.throughout, "earlier_gradients": pending_bytes})
-        if self.rank.resident.staging:
-            moments.append(start)
-        if self.stage.span.has_embedding and (table_bytes := _cubic_table_bytes(self.shape)):
-            moments.append(start._replace(at_work=table_bytes))
-        if self.weights.zero:
-            moments.append(self._last_gathering())
-        if self.weights.zero == 3:
-            moments += self._first_gathering(start)
-        return moments
+        table_bytes = _cubic_table_bytes(self.shape) if self.stage.span.has_embedding else 0
+        moments = [end, teaching] if teaching else [end]
+        moments += [start] if self.rank.resident.staging else []
+        moments += [start._replace(at_work=table_bytes)] if table_bytes else []
+        moments += [self._last_gathering()] if self.weights.zero else []
+        return moments + (self._first_gathering(start) if self.weights.zero == 3 else [])
 
     def _first_gathering(self, start: StepMoment) -> list[StepMoment]:
         """The root and the group gathered next, beside both all-gather buffers, or since torch 2.15 one at a time."""
@@ -76,14 +71,11 @@ class Step:
         root_bytes = self.states.element_bytes * self.stage.root
         after_root_bytes = self.states.element_bytes * after_root
         both_bytes = root_bytes + after_root_bytes
-        moment = start._replace(working_weights=both_bytes, all_gather=both_bytes)
         if not self.weights.fsdp2.frees_buffer_before_copy:
-            return [moment]
-        shard_bytes = self.weights.narrowed(after_root, self.states.ranks)
-        return [
-            moment._replace(all_gather=root_bytes + shard_bytes),
-            moment._replace(all_gather=after_root_bytes, stream=self.shape.stream_bytes),
-        ]
+            return [start._replace(working_weights=both_bytes, all_gather=both_bytes)]
+        gathered = start._replace(working_weights=both_bytes)
+        before = gathered._replace(all_gather=root_bytes + self.weights.narrowed(after_root, self.states.ranks))
+        return [before, gathered._replace(all_gather=after_root_bytes, stream=self.shape.stream_bytes)]
 
     def _last_gathering(self) -> StepMoment:
         """The last layer's weights have been gathered; the all-gather buffer of the layer before still exists."""
@@ -112,10 +104,9 @@ class Step:
     def evaluation(self) -> StepMoment:
         """The running layer or the loss; DDP's buckets also exist between steps."""
         evaluated_loss_bytes = self.rank.loss.evaluated if self.stage.span.has_head else 0
-        buckets_bytes = self.shape.element_bytes * self.stage.weights if has_buckets(self.rank.layout) else 0
         return StepMoment(
             working_weights=self.weights.in_forward_bytes,
-            earlier_gradients=buckets_bytes,
+            earlier_gradients=self.shape.element_bytes * self.stage.weights if has_buckets(self.rank.layout) else 0,
             stream=self.shape.stream_bytes,
             at_work=max(self.stage.working_bytes, evaluated_loss_bytes),
             all_gather=self.weights.all_gather_bytes,
@@ -125,10 +116,8 @@ class Step:
         """Moments at which backward may be fullest."""
         span, weights, visits = self.stage.span, self.weights, self.stage.visits
         moments = [self._at_layer(visit) for visit in visits if weights.zero or not visit.is_inner]
-        if span.has_head:
-            moments.append(self._at_loss())
-        if span.has_embedding and self.shape.adapted is None:
-            moments.append(self._at_embedding())
+        moments += [self._at_loss()] if span.has_head else []
+        moments += [self._at_embedding()] if span.has_embedding and self.shape.adapted is None else []
         # ZeRO-1 reduces its whole sums in the last backward of a step, when no other micro-batch is in flight.
         if weights.zero and (self.gradients.earlier_bytes or not weights.sums_whole):
             moments += [self._at_reduction(visit) for visit in visits if not visit.is_inner]
@@ -190,9 +179,8 @@ class Step:
             all_gather=weights.prefetched(visit),
             reduce_scatter=self.states.reduced_gradient_bytes * reduced_weights,
         )
-        unpadded_share = 1 - stage.padding_weights / stage.weights
-        whole_sums = unpadded_share * (stage.weights - visit.done_weights)
-        return self._reducing_sums(moment, whole_sums, visit.done_weights) if weights.sums_whole else moment
+        whole = (1 - stage.padding_weights / stage.weights) * (stage.weights - visit.done_weights)
+        return self._reducing_sums(moment, whole, visit.done_weights) if weights.sums_whole else moment
 
     def _after_experts(self, visit: LayerVisit) -> StepMoment:
         """Attention's backward in a layer with split experts, beside the buffer and the shard of their reduction."""
@@ -218,13 +206,12 @@ class Step:
     def _at_first_sums(self) -> StepMoment:
         """The end of a step's first backward under ZeRO-1: gradients of root and embedding, and a float32 copy of the
         larger one, with which the sum over micro-batches begins."""
-        stage, gradients = self.stage, self.gradients
-        copy_bytes = self.states.reduced_gradient_bytes * max(stage.root, stage.embedding)
+        copy_bytes = self.states.reduced_gradient_bytes * max(self.stage.root, self.stage.embedding)
         return StepMoment(
             **self.at_embedding,
             working_weights=self.weights.at_embedding_bytes,
-            done_gradients=gradients.done(stage.layer_weights),
-            vocabulary_gradients=gradients.element_bytes * stage.outside + copy_bytes,
+            done_gradients=self.gradients.done(self.stage.layer_weights),
+            vocabulary_gradients=self.states.element_bytes * self.stage.outside + copy_bytes,
         )
 
     def _at_last_reduction(self) -> list[StepMoment]:
@@ -232,23 +219,24 @@ class Step:
         from, and the shard that it is reduced to; since torch 2.15 either those gradients or the shard."""
         outside, largest = self.stage.outside, max(self.stage.root, self.stage.embedding)
         if not self.weights.fsdp2.frees_gradients_before_shard:
-            return [self._last_reduction(largest, whole=outside, reduced=largest)]
-        before = self._last_reduction(largest, whole=outside, reduced=0)
-        return [before, self._last_reduction(largest, whole=outside - largest, reduced=largest)]
+            return [self._last_reduction(whole=outside, reduced=largest)]
+        before = self._last_reduction(whole=outside, reduced=0)
+        return [before, self._last_reduction(whole=outside - largest, reduced=largest)]
 
-    def _last_reduction(self, buffered: int, *, whole: int, reduced: int) -> StepMoment:
-        """A reduce-scatter buffer of `buffered` weights, whole gradients of `whole` and shards of `reduced` weights."""
-        weights, gradients, layer_weights = self.weights, self.gradients, self.stage.layer_weights
+    def _last_reduction(self, *, whole: int, reduced: int) -> StepMoment:
+        """That buffer, whole gradients of `whole` weights and shards of `reduced`."""
+        weights, gradients, stage, layer_weights = self.weights, self.gradients, self.stage, self.stage.layer_weights
         states, stays_gathered = self.states, weights.stays_gathered and not weights.sums_whole
         shard_bytes = weights.shards(reduced) if gradients.bytes_per_done_weight else 0
         is_cast = states.reduced_gradient_bytes > states.kept_gradient_bytes
         uncast_bytes = states.reduced_gradient_bytes * reduced // states.ranks if is_cast else 0
+        buffer_bytes = states.reduced_gradient_bytes * max(stage.root, stage.embedding)
         moment = StepMoment(
             **self.throughout,
-            working_weights=states.element_bytes * self.stage.weights if stays_gathered else 0,
+            working_weights=states.element_bytes * stage.weights if stays_gathered else 0,
             done_gradients=gradients.done(layer_weights) + shard_bytes,
             vocabulary_gradients=gradients.element_bytes * whole,
-            reduce_scatter=states.reduced_gradient_bytes * buffered + uncast_bytes,
+            reduce_scatter=buffer_bytes + uncast_bytes,
         )
         return self._reducing_sums(moment, whole, layer_weights + reduced) if weights.sums_whole else moment
 
@@ -263,10 +251,8 @@ class Step:
         )
 
     def optimizer(self) -> StepMoment:
-        """The update: all gradients, and float32 copies of its first bucket; under FSDP2 only gradient shards.
-
-        Without a flush between steps (2bw) activations of micro-batches in flight are there as well.
-        """
+        """The update: all gradients, and float32 copies of its first bucket; under FSDP2 only gradient shards; without
+        a flush between steps (2bw) also activations of micro-batches in flight."""
         count, element_bytes, levers = self.stage.weights, self.shape.element_bytes, self.rank.levers
         shard_bytes = self.states.kept_gradient_bytes * self.states.owned
         if levers.update_in_backward:
@@ -279,9 +265,9 @@ class Step:
             copies_bytes = self._widened_bytes() if has_masters else 0
         elif levers.optimizer_states == "factored":  # the second moment is expanded to full size, a chunk at a time
             copies_bytes = 3 * FLOAT32_BYTES * min(FACTORED_CHUNK_ELEMENTS, count)
-        others_bytes = self.flying.other_bytes if self.rank.layout.has_two_versions else 0
-        gradients_bytes = element_bytes * count
-        return StepMoment(other_micro_batches=others_bytes, all_gradients=gradients_bytes, update_copies=copies_bytes)
+        gradients = StepMoment(all_gradients=element_bytes * count, update_copies=copies_bytes)
+        has_others = self.rank.layout.has_two_versions
+        return gradients._replace(other_micro_batches=self.flying.other_bytes) if has_others else gradients
 
     def _widened_bytes(self) -> int:
         """Growth while gradients are copied to float32, a bucket at a time: each copy replaces its gradient, unless
@@ -299,8 +285,7 @@ class Step:
 
 
 def _embedding_sums(shape: LocalShape) -> int:
-    """Workspace of the embedding's backward for more than a few tokens: a float32 row per distinct token and per
-    partial sum, and sorted indices."""
+    """Workspace of the embedding's backward: a float32 row per distinct token and per partial sum, sorted indices."""
     if shape.tokens <= SMALL_EMBEDDING_TOKENS:
         return 0
     rows = min(shape.tokens, shape.spec.vocab_size) + shape.tokens // ROWS_PER_PARTIAL

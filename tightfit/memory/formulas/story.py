@@ -29,7 +29,7 @@ class About(NamedTuple):
 class StepMoment(NamedTuple):
     """One moment of a step: bytes on the GPU beside `Resident`; fields that are not given are 0.
 
-    The first six fields are those of SavedBytes, in its order, so that `StepMoment(*saved, …)` works.
+    The first six fields are those of SavedBytes, in its order: `StepMoment(*saved, …)`.
     """
 
     residual: Annotated[int, About("activations", "residual", KEPT)] = 0

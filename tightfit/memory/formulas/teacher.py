@@ -29,7 +29,6 @@ class TeacherMemory:
     """While the teacher runs."""
     until_loss: int = 0
     at_loss: int = 0
-    """During the loss: attention maps of the student and, if offloaded, the teacher's output projection."""
     chunk: int = 0
     """Logits of both models, a chunk at a time."""
     sum_bytes: int = FLOAT32_BYTES

@@ -1,8 +1,7 @@
-"""Training: the fullest moment of every phase of a step, on every pipeline rank.
+"""Training: the fullest moment of every phase of a step (step.py), on every pipeline rank.
 
-- init: what lives as long as the run. States exist from the start (train/optimizer), so the first step is no exception.
-- forward, loss, backward, optimizer: the moments of step.py.
-- evaluation: a forward without autograd. save: the host holds a copy of what is written.
+States exist from the start (train/optimizer), so the first step is no exception. At `save` the host holds a copy of
+what is written.
 """
 
 import math
@@ -38,12 +37,7 @@ class Peaks(NamedTuple):
 
 
 def peaks(
-    workload: Workload,
-    layout: Layout,
-    levers: Levers,
-    overheads: Overheads = DEFAULT,
-    *,
-    room_bytes: float = math.inf,
+    workload: Workload, layout: Layout, levers: Levers, overheads: Overheads = DEFAULT, *, room_bytes: float = math.inf
 ) -> Peaks:
     """Peaks over pipeline ranks; stops at the first rank that needs more than `room_bytes`."""
     gpu_bytes = host_bytes = saved_bytes = 0
@@ -110,8 +104,8 @@ def _moments(rank: RankMemory) -> dict[Phase, list[StepMoment]]:
 
 
 def _written(rank: RankMemory, number: int) -> Iterator[Line]:
-    """Lines for the host's copy of everything saved, wherever it lives: with one rank the file that safetensors builds
-    in memory, with several the copy that each rank stages while training goes on (train/checkpoints)."""
+    """The host's copy of everything saved, wherever it lives: with one rank the file that safetensors builds in memory,
+    with several the copy that each rank stages while training goes on (train/checkpoints)."""
     for holder in (rank.resident, rank.host):
         for line in lines(holder, "save", number, "host"):
             if line.component in SAVED and line.detail not in (TEACHER, ROUNDING, FROZEN):
