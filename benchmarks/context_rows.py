@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.rows import RESULTS, append_row
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import describe_levers
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
@@ -27,7 +28,7 @@ from tightfit.memory.formulas.training import training_ledger
 from tightfit.memory.ledger import Ledger
 from tightfit.models.presets import preset
 from tightfit.plan.cost import Costs
-from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.plan.describe import describe_layout
 from tightfit.prove.rehearsal import rehearse
 
 GIB = 2**30

@@ -193,7 +193,7 @@ def main(folder: Path, commit: str | None) -> None:
                 if not (version := version_of(package)):
                     continue
                 try:
-                    verdict, words = "takes it", check(Path(place) / EXPORTS[kind][0])
+                    verdict, words = "takes it", check(Path(place) / EXPORTS[kind].file)
                 except Exception as error:
                     verdict, words, refused = "refuses it", f"{type(error).__name__}: {error}", True
                 row = {"machine": on, "export": kind, "package": package, "version": version}

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.rows import RESULTS, append_row
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.lever_table import describe_levers
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.pipeline import layer_counts
@@ -29,7 +30,7 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.presets import preset
 from tightfit.plan.answer import Question, answer, make_workload
 from tightfit.plan.cost import Costs
-from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.plan.describe import describe_layout
 from tightfit.plan.search.pins import parse_pins
 from tightfit.plan.steptime import StepTime
 

@@ -10,9 +10,10 @@ from tightfit.hardware.efficiency import MEASURED
 from tightfit.hardware.links import COLLECTIVE_SHARE, HOP_US, LINKS
 from tightfit.hardware.machine import parse_machine
 from tightfit.hardware.sustained import generation_of, product_share
+from tightfit.jobs.lever_table import describe_levers
 from tightfit.models.resolve import resolve_spec
 from tightfit.plan.answer import Question, answer, make_workload
-from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.plan.describe import describe_layout
 
 Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
 SUSTAINED = (

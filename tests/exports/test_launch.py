@@ -131,7 +131,7 @@ def test_a_plan_of_a_job_file_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_a_folder_gets_everything_that_the_plan_has(two_nodes: Plan, tmp_path: Path) -> None:
     said = export(two_nodes, str(tmp_path / "all"))
-    names = {name for name, _ in EXPORTS.values()} | {"plan.json"}
+    names = {each.file for each in EXPORTS.values()} | {"plan.json"}
     assert {path.name for path in (tmp_path / "all").iterdir()} == names
     assert len(said) == len(names)
     assert Plan.load(tmp_path / "all" / "plan.json") == two_nodes
@@ -139,7 +139,10 @@ def test_a_folder_gets_everything_that_the_plan_has(two_nodes: Plan, tmp_path: P
     said = export(split, str(tmp_path / "split"))
     assert sum("data ranks only" in line for line in said) == 3
     ours = ("torchrun", "slurm", "kubernetes", "pytorchjob", "skypilot")
-    assert {path.name for path in (tmp_path / "split").iterdir()} == {"plan.json", *(EXPORTS[kind][0] for kind in ours)}
+    assert {path.name for path in (tmp_path / "split").iterdir()} == {
+        "plan.json",
+        *(EXPORTS[kind].file for kind in ours),
+    }
 
 
 def test_mistakes_are_one_sentence(two_nodes: Plan, tmp_path: Path) -> None:

@@ -144,4 +144,4 @@ def test_kubernetes_takes_the_pods_of_a_pytorch_job(two_nodes: Plan, tmp_path: P
 def test_shellcheck_has_nothing_against_the_scripts(two_nodes: Plan, tmp_path: Path) -> None:
     export(two_nodes, str(tmp_path))
     for kind in ("torchrun", "slurm", "kubernetes", "pytorchjob", "skypilot"):
-        assert by_shellcheck(tmp_path / EXPORTS[kind][0]).endswith("scripts")
+        assert by_shellcheck(tmp_path / EXPORTS[kind].file).endswith("scripts")

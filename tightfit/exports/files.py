@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -20,21 +21,31 @@ from tightfit.plan.plan import Plan
 PLAN_FILE = "plan.json"
 Text = Callable[[Plan, Path], str]
 """The text of an export, given the plan and the file it is saved in."""
-EXPORTS: dict[str, tuple[str, Text]] = {
-    "deepspeed": ("deepspeed.json", lambda plan, _: _json(deepspeed_config(plan))),
-    "trainer": ("trainer.json", lambda plan, _: _json(trainer_arguments(plan))),
-    "accelerate": ("accelerate.yaml", lambda plan, _: _accelerate_text(plan)),
-    "torchrun": ("torchrun.sh", torchrun_script),
-    "slurm": ("slurm.sh", slurm_script),
-    "kubernetes": ("kubernetes.yaml", lambda plan, _: kubernetes_training(plan)),
-    "pytorchjob": ("pytorchjob.yaml", lambda plan, _: pytorch_job(plan)),
-    "skypilot": ("skypilot.yaml", skypilot_task),
+
+
+@dataclass(frozen=True)
+class Export:
+    """One kind of file that a plan is written as."""
+
+    file: str
+    text: Text
+    is_script: bool = False
+    runs_plan: bool = False
+    """Whether it runs a saved plan, which is written beside it."""
+    engine: EngineName | None = None
+    """The other engine that runs it, whose estimated memory and time are printed with it."""
+
+
+EXPORTS = {
+    "deepspeed": Export("deepspeed.json", lambda plan, _: _json(deepspeed_config(plan)), engine="deepspeed"),
+    "trainer": Export("trainer.json", lambda plan, _: _json(trainer_arguments(plan))),
+    "accelerate": Export("accelerate.yaml", lambda plan, _: _accelerate_text(plan), engine="hf"),
+    "torchrun": Export("torchrun.sh", torchrun_script, is_script=True, runs_plan=True),
+    "slurm": Export("slurm.sh", slurm_script, is_script=True, runs_plan=True),
+    "kubernetes": Export("kubernetes.yaml", lambda plan, _: kubernetes_training(plan)),
+    "pytorchjob": Export("pytorchjob.yaml", lambda plan, _: pytorch_job(plan)),
+    "skypilot": Export("skypilot.yaml", skypilot_task, runs_plan=True),
 }
-SCRIPTS = ("torchrun", "slurm")
-NEEDS_PLAN = (*SCRIPTS, "skypilot")
-"""Exports that run a saved plan, which is written beside them."""
-ENGINE_OF: dict[str, EngineName] = {"deepspeed": "deepspeed", "accelerate": "hf"}
-"""Exports that another engine runs, whose estimated memory and time are printed with them."""
 
 
 def check_export(wanted: str) -> None:
@@ -49,35 +60,35 @@ def export(plan: Plan, wanted: str) -> list[str]:
     check_export(wanted)
     kind, equals, place = wanted.partition("=")
     if equals:
-        return _export_one(plan, kind, Path(place))
+        return _export_one(plan, EXPORTS[kind], Path(place))
     folder = Path(wanted)
     plan_file = folder / PLAN_FILE
     lines = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
-    for kind, (name, _) in EXPORTS.items():
+    for each in EXPORTS.values():
         try:
-            lines.append(_written(plan, kind, folder / name, plan_file))
+            lines.append(_written(plan, each, folder / each.file, plan_file))
         except UserError as error:
-            lines.append(f"no {name}: {error}")
+            lines.append(f"no {each.file}: {error}")
     return lines
 
 
-def _export_one(plan: Plan, kind: str, path: Path) -> list[str]:
+def _export_one(plan: Plan, wanted: Export, path: Path) -> list[str]:
     plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
-    lines = [_written(plan, kind, path, plan_file)]
-    if kind in NEEDS_PLAN:
+    lines = [_written(plan, wanted, path, plan_file)]
+    if wanted.runs_plan:
         lines.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
     return lines
 
 
-def _written(plan: Plan, kind: str, path: Path, plan_file: Path) -> str:
+def _written(plan: Plan, wanted: Export, path: Path, plan_file: Path) -> str:
     """Write one export; the returned line has the estimate for the engine that runs it, if that is another one."""
-    line = _write(path, EXPORTS[kind][1](plan, plan_file), executable=kind in SCRIPTS)
-    return f"{line}; {engine_estimate(plan, ENGINE_OF[kind])}" if kind in ENGINE_OF else line
+    line = _write(path, wanted.text(plan, plan_file), executable=wanted.is_script)
+    return line if wanted.engine is None else f"{line}; {engine_estimate(plan, wanted.engine)}"
 
 
 def _accelerate_text(plan: Plan) -> str:
     config = yaml.safe_dump(accelerate_config(plan), sort_keys=False)
-    return f"# {engine_estimate(plan, ENGINE_OF['accelerate'])}\n{config}"
+    return f"# {engine_estimate(plan, 'hf')}\n{config}"
 
 
 def _json(fields: object) -> str:

@@ -151,7 +151,7 @@ class LayoutCost:
         layout, micro, host = self.layout, self.micro_batches, self._host(levers)
         compute, recomputed, waits = host.compute, host.recomputed, host.waits
         regather_s = exposed_s((1 - recomputed.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
-        whole = self._with_traffic(compute, regather_s)
+        passes = self._with_traffic(compute, regather_s)
         sends_s = 2 * self.send_s
         tensor_s = 2 * self.tensor.one_way_s + recomputed.share * self.tensor.recompute_s
         exposed_tensor_s = (1 - self.ctx.workload.engine.tensor_hidden_share) * tensor_s + regather_s
@@ -167,18 +167,18 @@ class LayoutCost:
             data_s=self.data.step_s(
                 layout,
                 micro_batches=micro,
-                forward_s=whole.forward_s,
-                backward_s=whole.backward_s + recomputed.seconds + waits.both_s,
+                forward_s=passes.forward_s,
+                backward_s=passes.backward_s + recomputed.seconds + waits.both_s,
             ),
             pipeline_s=micro * sends_s,
             bubble_s=bubble_s(
                 layout,
                 micro_batches=micro,
-                forward_s=whole.forward_s + sends_s,
-                backward_s=whole.backward_s,
+                forward_s=passes.forward_s + sends_s,
+                backward_s=passes.backward_s,
                 recompute_s=recomputed.seconds + waits.both_s,
             ),
-            offload_s=self._offload_s(levers, host, whole),
+            offload_s=self._offload_s(levers, host, passes),
             optimizer_s=host.step_update_s,
             straggler_s=straggler_share(layout.ranks) * micro * (compute.both_s + recomputed.seconds),
             teacher_s=micro * self.teacher_s,
@@ -216,14 +216,14 @@ class LayoutCost:
             compute.backward_s + tensor_s + regather_s + self.expert_s + self.layers * context.backward_s,
         )
 
-    def _offload_s(self, levers: Levers, host: HostLaunches, whole: PassSeconds) -> float:
+    def _offload_s(self, levers: Levers, host: HostLaunches, passes: PassSeconds) -> float:
         """Copies over the host link that the passes, with the traffic and launches they wait for, do not hide."""
         recomputed, waits = host.recomputed, host.waits
         return self.offload.step_s(
             levers,
             checkpoint_bytes=recomputed.share * self.layers * self.stream_bytes,  # layers' inputs
             passes=PassSeconds(
-                whole.forward_s + waits.forward_s, whole.backward_s + recomputed.seconds + waits.backward_s
+                passes.forward_s + waits.forward_s, passes.backward_s + recomputed.seconds + waits.backward_s
             ),
             kernels=long_kernels(self.ctx.workload.spec, self.layer, levers, recomputed, self.layers),
             launches=host.launches,

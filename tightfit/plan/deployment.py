@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.rules.shapes import indivisible
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
@@ -25,7 +26,6 @@ from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat, cache_
 from tightfit.models.spec import ModelSpec
 
 ELEMENT_BYTES = 2
-WIDE = 4
 SHARE = 0.9
 """Share of a card's memory that a server may use; engines such as vLLM have the same default."""
 
@@ -80,7 +80,7 @@ class Deployment:
         """A prefill chunk through one layer, logits of all requests, workspace and the CUDA context."""
         prompt = LocalShape(self.spec, rows=1, length=min(PREFILL_TOKENS, self.length), element_bytes=ELEMENT_BYTES)
         layer = layer_cost(prompt, self.spec.layers - 1).forward_working
-        logits = WIDE * self.spec.vocab_size * self.requests
+        logits = FLOAT32_BYTES * self.spec.vocab_size * self.requests
         return ceil(layer + logits, self.tensor) + DEFAULT.workspace_bytes // 2 + DEFAULT.context_bytes
 
     @property

@@ -1,7 +1,6 @@
-"""Layouts and levers in words: only what differs from the defaults."""
+"""Layouts and adapters in words: only what differs from the defaults."""
 
 from tightfit.jobs.layout import Layout
-from tightfit.jobs.lever_table import describe_levers as describe_levers
 from tightfit.jobs.projections import PROJECTIONS
 from tightfit.jobs.workload import Workload
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from tightfit.plan.describe import describe_layout, describe_levers
+from tightfit.jobs.lever_table import describe_levers
+from tightfit.plan.describe import describe_layout
 from tightfit.report.tables import count_name, gib, print_json
 from tightfit.train.dry_run import DryRun
 

@@ -9,10 +9,11 @@ from rich.text import Text
 
 from tightfit.hardware.calibration import Calibration, read_calibrations
 from tightfit.hardware.catalog import CATALOG
+from tightfit.jobs.lever_table import describe_levers
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.plan.answer import Answer
 from tightfit.plan.batch import Batch, batch_of, warning
-from tightfit.plan.describe import describe_adapters, describe_layout, describe_levers
+from tightfit.plan.describe import describe_adapters, describe_layout
 from tightfit.plan.plan import Plan
 from tightfit.plan.serving import Serving
 from tightfit.report.escaping import escape

@@ -13,6 +13,7 @@ from tightfit.errors import UserError
 from tightfit.hardware.local import local_machine
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
+from tightfit.jobs.lever_table import describe_levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import DEFAULT, INSTALLED
 from tightfit.memory.formulas.training import peaks
@@ -21,7 +22,6 @@ from tightfit.models.resolve import reshaped
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.answer import Answer, Question, answer
 from tightfit.plan.cost import Costs
-from tightfit.plan.describe import describe_levers
 from tightfit.plan.host_room import usable_host_bytes
 from tightfit.plan.plan import Plan
 from tightfit.plan.search.pins import Pins

@@ -116,9 +116,9 @@ def _smallest(what: str, variants: Variants) -> Change | None:
 
 def fitting(space: SearchSpace) -> Candidate | None:
     """A plan that fits, with levers of last resort if needed; None if there is none."""
-    if (plan := _fitting(space)) or (pressed := space.last_resort()) is None:
+    if (plan := _fitting(space)) or (with_last_resort := space.last_resort()) is None:
         return plan
-    return _fitting(pressed)
+    return _fitting(with_last_resort)
 
 
 def _fitting(space: SearchSpace) -> Candidate | None:

@@ -51,11 +51,11 @@ class Found:
 def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
     """The best plan of each kind, from all families of layouts or from `only` some."""
     found = _found(space, only)
-    pressed = None if found.plans or only is not None else space.last_resort()
-    if pressed is None:
+    with_last_resort = None if found.plans or only is not None else space.last_resort()
+    if with_last_resort is None:
         return found
     try:
-        last = _found(pressed)
+        last = _found(with_last_resort)
     except UserError:  # no layout has these levers
         return found
     if last.plans:
@@ -71,10 +71,10 @@ def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
     families = pricing.within_budget(list(space.families()) if only is None else only)
     for host in _host_uses(space):
         for share in (COMFORT, 1.0):
-            one = _Search(pricing, families, share, host=host)
-            if plans := one.plans():
-                return Found(plans=tuple(plans), nearest=plans[0], layouts=one.layouts)
-    return Found(plans=(), nearest=one.nearest(), layouts=one.layouts)
+            attempt = _Search(pricing, families, share, host=host)
+            if plans := attempt.plans():
+                return Found(plans=tuple(plans), nearest=plans[0], layouts=attempt.layouts)
+    return Found(plans=(), nearest=attempt.nearest(), layouts=attempt.layouts)
 
 
 def _host_uses(space: SearchSpace) -> tuple[bool, ...]:
@@ -135,7 +135,7 @@ class _Search:
             if bound_s >= self._limit_s():
                 break
             if bound_s < self._limit_s(kind_of(layout)) and self._is_feasible(number):
-                self._try(layout)
+                self._keep_fastest_that_fits(layout)
         return _ranked(list(self.best.values()))
 
     def nearest(self) -> Candidate:
@@ -177,7 +177,7 @@ class _Search:
             self.feasible[number] = any(self.fits(layout, levers) for layout, levers in pairs)
         return self.feasible[number]
 
-    def _try(self, layout: Layout) -> None:
+    def _keep_fastest_that_fits(self, layout: Layout) -> None:
         """Keep the fastest levers of this layout that fit, if they beat the best plan of its kind."""
         kind = kind_of(layout)
         limit_s = self._limit_s(kind)

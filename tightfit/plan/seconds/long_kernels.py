@@ -28,37 +28,38 @@ class LongKernels:
     layers: int
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    again_s: Sequence[tuple[float, Sequence[float]]] = ()
+    recomputed_s: Sequence[tuple[float, Sequence[float]]] = ()
     """(share of layers, kernels that these layers recompute in backward)."""
 
     def stalls(self, *, forward_ahead_s: float, backward_ahead_s: float) -> PassSeconds:
         """Seconds of each pass in which the link stalls, with buffers for `…_ahead_s` seconds of copies."""
-        again_s = sum(share * _stall_s(kernels, backward_ahead_s) for share, kernels in self.again_s)
+        recomputed_s = sum(share * _stall_s(kernels, backward_ahead_s) for share, kernels in self.recomputed_s)
         return PassSeconds(
             forward_s=self.layers * _stall_s(self.forward_s, forward_ahead_s),
-            backward_s=self.layers * (_stall_s(self.backward_s, backward_ahead_s) + again_s),
+            backward_s=self.layers * (_stall_s(self.backward_s, backward_ahead_s) + recomputed_s),
         )
 
 
 def long_kernels(spec: ModelSpec, layer: LayerTime, levers: Levers, recomputed: Recompute, layers: int) -> LongKernels:
     """The long kernels of `layers` layers, with recomputation; tiles split products into shorter ones."""
-    products, ups = layer.products, 2 if spec.gated else 1
-    share = FP8_SHARE if levers.matmul != "native" else 1.0
-    up_s = ups * tile_seconds(share * products.up_s / ups, levers)
-    qkv_s, output_s, down_s = (
-        tile_seconds(share * seconds, levers) for seconds in (products.qkv_s, products.output_s, products.down_s)
-    )
+    products, ups = layer.products, spec.up_projections
+    duration = FP8_SHARE if levers.matmul != "native" else 1.0
+    qkv_s = tile_seconds(duration * products.qkv_s, levers)
+    output_s = tile_seconds(duration * products.output_s, levers)
+    up_s = ups * tile_seconds(duration * products.up_s / ups, levers)
+    down_s = tile_seconds(duration * products.down_s, levers)
     all_products_s = [*qkv_s, *output_s, *up_s, *down_s]
-    again_s = {
-        "nothing": [layer.attention.forward_s, *qkv_s, *output_s, *up_s],
-        "attention": [*qkv_s, *output_s, *up_s],
+    all_but_last_s = [*qkv_s, *output_s, *up_s]
+    recomputed_s = {
+        "nothing": [layer.attention.forward_s, *all_but_last_s],
+        "attention": all_but_last_s,
         "matmuls": [],
     }
     return LongKernels(
         layers=layers,
         forward_s=[layer.attention.forward_s, *all_products_s],
         backward_s=[layer.attention.backward_s, *all_products_s, *all_products_s],
-        again_s=[(share, again_s[level]) for level, share in recomputed.shares],
+        recomputed_s=[(share, recomputed_s[level]) for level, share in recomputed.shares],
     )
 
 

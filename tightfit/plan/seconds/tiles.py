@@ -13,9 +13,8 @@ from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.passes import PassSeconds
 
-NARROW, WIDE = 1, 2
-"""Bytes of bf16 and of float32, in units of bf16; below, those moved per weight by each step of the float32 sum."""
-WIDENED, ADDED, NARROWED = NARROW + WIDE, NARROW + 2 * WIDE, WIDE + NARROW
+CAST_UP, ADDED, CAST_DOWN = 1 + 2, 1 + 2 + 2, 2 + 1
+"""Numbers read and written per weight by each step of the float32 sum: 1 for bf16, 2 for float32."""
 PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
 RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
@@ -49,6 +48,6 @@ def tiled_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeco
     pieces_s = (tiles - 1) * PRODUCTS * ctx.rates.product_fixed_s
     copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / layer.tensor
     copies_s = 2 * layer.tokens * copied_width * ctx.workload.weight_bytes / ctx.rates.bytes_s
-    sums_s = products.weights_once_s * (WIDENED + ADDED * (tiles - 1) + NARROWED)
+    sums_s = products.weights_once_s * (CAST_UP + ADDED * (tiles - 1) + CAST_DOWN)
     again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.rope_s
     return PassSeconds(pieces_s + copies_s, again_s + 3 * pieces_s + sums_s + 2 * copies_s)
