@@ -23,6 +23,8 @@ def user_path(name: str | Path, what: str) -> Path:
     """The path a user wrote, with `~` followed; `what` says where it was written."""
     text = os.fspath(name)
     shown = text if len(text) <= 100 else f"{text[:100]}…"
+    if not text:  # which would be the working directory
+        raise UserError(f"{what} is an empty name; write it out, or . for the working directory")
     try:
         path = Path(text).expanduser()
         os.lstat(path)  # the file system's own limits on names

@@ -63,6 +63,15 @@ def test_mistakes_are_one_sentence_and_exit_code_2(serve: Any, words: list[str],
     assert made.err.count("\n") == 1
 
 
+def test_a_mistake_in_a_line_of_prompts_is_told_before_a_model_is_loaded(
+    serve: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a", "top_p": 9}')
+    made = Run(capfd, monkeypatch, "generate", "tiny-llama", "--in", str(prompts), "--out", str(tmp_path / "out"))
+    assert made.err.startswith(f"tightfit: {prompts}, line 1: top_p is 9;")
+
+
 def test_what_is_not_there_is_no_shape_either(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

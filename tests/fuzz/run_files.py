@@ -16,7 +16,8 @@ from tightfit.memory.comparison import compare, read_ledger
 from tightfit.plan.job import read_job
 from tightfit.plan.plan import Plan
 from tightfit.report.pipeline import read_record
-from tightfit.serve.offline import read_finished, read_prompts, to_request
+from tightfit.serve.offline import read_finished
+from tightfit.serve.prompt_lines import read_prompts, to_request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.train.checkpoints.directory import read_position
 from tightfit.train.data.loader import make_loader

@@ -21,7 +21,8 @@ from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.beam import BeamSearch
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
-from tightfit.serve.offline import answer_prompts, read_finished, read_prompts
+from tightfit.serve.offline import answer_prompts, read_finished
+from tightfit.serve.prompt_lines import check_settings, read_prompts
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
@@ -176,7 +177,11 @@ def test_answers_have_the_form_that_a_line_asks_for(loaded: LoadedModel, tmp_pat
         ('{"prompt": "a", "logit_bias": {"300": 1}}', "line 1: logit_bias has token 300, .* vocabulary is of 300"),
         ('{"prompt": "a", "priority": 1e400}', "line 1: priority is inf; give a whole number"),
         ('{"prompt": "a", "n": [1]}', "line 1: n is .1.; give a whole number"),
-        ('{"prompt": "a", "n": 999999}', "line 1: count is 999999"),
+        ('{"prompt": "a", "n": 999999}', "line 1: n is 999999; it must lie between 1 and 128"),
+        ('{"prompt": "a", "temprature": 0}', "line 1: temprature is no setting; did you mean temperature"),
+        ('{"prompt": "a", "max_new_tokens": 9}', "line 1: max_new_tokens has no effect here; use max_tokens"),
+        ('{"prompt": "a", "tools": []}', "line 1: tools has no effect here; leave it out"),
+        ('{"prompt": null}', "line 1 needs one of prompt, tokens and messages"),
         ('{"prompt": "a", "adapter": "none"}', "line 1: there is no adapter 'none'"),
         ('{"prompt": "a", "guided_regex": "(("}', "line 1: the regex that the answer must follow is refused"),
         ('{"prompt": "a", "response_format": {"type": "xml"}}', "line 1: response_format is of type .xml."),
@@ -198,6 +203,18 @@ def test_mistakes_are_found_before_anything_is_written(
     with pytest.raises(UserError, match=expected):
         answer_prompts(Engine(model, tokenizer, CONFIG), read_prompts(source), target, SAMPLING)
     assert not target.exists()
+
+
+def test_settings_of_lines_are_checked_without_a_model(tmp_path: Path) -> None:
+    """A model may take minutes to load. What else a line has is the user's own, and null is what a table lacks."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "a", "tokens": null, "id": null, "top_p": null, "n": null, "answer": 5}\n"b"')
+    prompts = read_prompts(source)
+    check_settings(prompts, SAMPLING)
+    assert [prompt.id for prompt in prompts] == ["1", "2"]
+    source.write_text('"b"\n{"prompt": "a", "n": 0}')
+    with pytest.raises(UserError, match="line 2: n is 0"):
+        check_settings(read_prompts(source), SAMPLING)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def generate(options: GenerateOptions) -> None:
     from tightfit.durable import place_of, refuse_unwritable
     from tightfit.errors import UserError
     from tightfit.serve.config import EngineConfig
-    from tightfit.serve.offline import answer_prompts, read_finished, read_prompts
+    from tightfit.serve.offline import answer_prompts, read_finished
+    from tightfit.serve.prompt_lines import check_settings, read_prompts
     from tightfit.serve.start import start_engine
 
     prompts = read_prompts(options.source)
@@ -84,7 +85,7 @@ def generate(options: GenerateOptions) -> None:
         refuse_given(options, OF_DRAWING, "but beams draw nothing; leave it or --beams out")
     if options.batch_invariant and options.draft is not None:
         raise UserError("--batch-invariant does not go with --draft; leave one of them out")
-    options.sampling(frozenset())  # refused before a model is loaded
+    check_settings(prompts, options.sampling(frozenset()))  # before a model is loaded
     config = EngineConfig(
         max_sequences=options.max_sequences,
         step_tokens=max(EngineConfig.step_tokens, options.max_sequences),

@@ -68,7 +68,7 @@ def absolute(path: Path) -> Path:
 
 
 def _found(name: str, beside: Path | None) -> str:
-    if name in NOT_FILES:
+    if name in NOT_FILES or not name:  # an empty name is refused where it is opened
         return name
     try:
         path = Path(name).expanduser()

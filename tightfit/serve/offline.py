@@ -1,85 +1,36 @@
 """Answers to a file of prompts: JSON lines in, JSON lines out in the order in which they finish, and resumable.
 
-A line in has `prompt` (a text), `tokens` (ids) or `messages` (a chat), optionally an `id` and settings that differ from
-the command's. A line out has the id, the texts, why they ended and how many tokens they took. Lines are appended and
-flushed as they are ready; a run that was killed goes on with the ids that are not in the output yet (its last line, if
-the kill cut it, is dropped). A line out also has a digest of its prompt and settings (`asked`): a run that goes on with
-other prompts or settings is refused. One process at a time writes to an output, and no file of the user's is changed.
+Lines in are in prompt_lines.py. A line out has the id, the texts, why they ended and how many tokens they took. Lines
+are appended and flushed as they are ready; a run that was killed goes on with the ids that are not in the output yet
+(its last line, if the kill cut it, is dropped). A line out also has a digest of its prompt and settings (`asked`): a
+run that goes on with other prompts or settings is refused. One process at a time writes to an output, and no file of
+the user's is changed.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tightfit.bounded_files import read_bounded, require_regular
+from tightfit.bounded_files import require_regular
 from tightfit.durable import NO_ROOM
 from tightfit.errors import UserError
-from tightfit.models.generate import prompt_tokens
-from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.beam import likeliest_answers, refuse_for_beams
 from tightfit.serve.engine import Engine
-from tightfit.serve.requests.grammar import asked_grammar
+from tightfit.serve.prompt_lines import MOST_PROMPT_BYTES, SETTINGS, Prompt, to_request
 from tightfit.serve.requests.request import Answer, Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.writer_lock import locked_beside
 
-MOST_PROMPT_BYTES = 2**30
 BEGINNING = b'{"id": "'
 """How every line that we write begins."""
 ANSWER_FIELDS = {"id", "text", "finish_reason", "usage"}
 ASKED = "asked"
 """The field for the digest of prompt and settings; lines of earlier versions have none."""
 DIGEST_BYTES = 8
-SETTINGS = frozenset(each.name for each in fields(Sampling)) - {"grammar", "stop_ids"}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One line of the input."""
-
-    source: Path
-    line: int
-    id: str
-    given: dict[str, Any]
-
-    @property
-    def place(self) -> str:
-        """Its file and line, for error messages."""
-        return f"{self.source}, line {self.line}"
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in `path`; all of it is checked before anything is computed."""
-    try:
-        lines = read_bounded(path, MOST_PROMPT_BYTES, "a file of prompts").decode("utf-8-sig").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a file of JSON lines") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; give a file of JSON lines") from None
-    found = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise UserError(f'{path} has no prompts; write one a line, as {{"prompt": "…"}}')
-    seen: dict[str, int] = {}
-    for prompt in found:
-        if prompt.id in seen:
-            raise UserError(f"{path} has the id {prompt.id!r} in lines {seen[prompt.id]} and {prompt.line}")
-        seen[prompt.id] = prompt.line
-    return found
-
-
-def _prompt(path: Path, number: int, line: str) -> Prompt:
-    try:
-        given = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}, line {number} is not JSON; write one object a line") from None
-    given = {"prompt": given} if isinstance(given, str) else given
-    if not isinstance(given, dict) or sum(key in given for key in ("prompt", "tokens", "messages")) != 1:
-        raise UserError(f"{path}, line {number} needs one of prompt, tokens and messages")
-    return Prompt(path, number, str(given.get("id", number)), given)
 
 
 @dataclass(frozen=True)
@@ -146,55 +97,6 @@ def asked_digest(request: Request, beams: int) -> str:
     grammar = None if sampling.grammar is None else (sampling.grammar.kind, sampling.grammar.text)
     asked = (request.prompt, settings, sorted(sampling.logit_bias.items()), grammar, request.count, request.adapter)
     return hashlib.blake2b(json.dumps((*asked, beams)).encode(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-def to_request(prompt: Prompt, tokenizer: Tokenizer, base: Sampling) -> Request:
-    """The request to the engine for one line; settings that the line does not name are those of `base`."""
-    given = prompt.given
-    changes = {key: given[key] for key in SETTINGS & given.keys()}
-    if isinstance(stop := changes.get("stop"), str | list):
-        changes["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    try:
-        changes["grammar"] = asked_grammar(given)
-        if isinstance(changes.get("logit_bias"), dict):  # JSON has texts for keys
-            changes["logit_bias"] = {_whole("logit_bias", key): bias for key, bias in changes["logit_bias"].items()}
-        sampling = replace(base, **changes)
-        if sampling.logprobs is not None:
-            raise UserError(f"logprobs is {sampling.logprobs}, but a file of answers has none; leave it out")
-        return Request(
-            id=prompt.id,
-            prompt=_tokens(given, tokenizer),
-            sampling=sampling,
-            count=_whole("n", given.get("n", 1)),
-            priority=_whole("priority", given.get("priority", 0)),
-            adapter=None if given.get("adapter") is None else str(given["adapter"]),
-        )
-    except UserError as error:
-        raise UserError(f"{prompt.place}: {error}") from None
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        number = int(value)
-        if not isinstance(value, bool) and number == float(value):
-            return number
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise UserError(f"{name} is {value!r}; give a whole number")
-
-
-def _tokens(given: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    for name in ("tokens", "messages"):
-        if name in given and not isinstance(given[name], list):
-            raise UserError(f"{name} is {given[name]!r}; give a list")
-    if "tokens" in given:
-        return [_whole("a token", token) for token in given["tokens"]]
-    if "messages" in given:
-        text = tokenizer.render_chat(given["messages"], add_generation_prompt=True)
-        return tokenizer.encode(text, parse_special=True)
-    if not isinstance(given["prompt"], str):
-        raise UserError(f"prompt is {given['prompt']!r}; give a text")
-    return prompt_tokens(tokenizer, given["prompt"], chat=False)
 
 
 def answer_prompts(

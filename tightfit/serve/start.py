@@ -11,13 +11,16 @@ import torch
 from tightfit.errors import UserError
 from tightfit.kernels.triton_support import HAS_TRITON
 from tightfit.models.generate import check_numbers
-from tightfit.models.loading import SMOLLM2, LoadedModel, load_model, load_source_tokenizer, source_spec
+from tightfit.models.huggingface.adapter_config import read_adapter_config
+from tightfit.models.loading import SMOLLM2, LoadedModel, load_model, load_source_tokenizer, source_spec, weights_path
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.forward.adapters import load_adapters
 from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.ranks.runner import RankRunner, RankSteps, follow
 from tightfit.serve.ranks.share import Spread, check_spread, connect_store, join, load_share
+from tightfit.serve.speculation.draft import refuse_other_tokens
+from tightfit.serve.speculation.skipping import skipping_spec
 
 OWN_RUN = "runs/stdlib"
 """The run that `make run` trains."""
@@ -44,6 +47,19 @@ def gpu_count(wanted: str) -> int:
     return torch.cuda.device_count() if pick_device(wanted).type == "cuda" else 0
 
 
+def check_beside(source: str, config: EngineConfig, draft: str | None, adapters: Mapping[str, Path]) -> None:
+    """Refuse what cannot be served beside the model at `source`, before its weights are read for minutes."""
+    weights_path(source)
+    spec = source_spec(source)
+    if draft is not None:
+        weights_path(draft)
+        refuse_other_tokens(source_spec(draft), spec)
+    if config.speculation == "skip":
+        skipping_spec(spec, config)
+    for directory in adapters.values():
+        read_adapter_config(directory)
+
+
 def start_engine(
     source: str,
     config: EngineConfig,
@@ -59,6 +75,7 @@ def start_engine(
     A `compiler` that was started before is closed at the end; without one, one is started where Triton compiles.
     """
     where = pick_device(device)
+    check_beside(source, config, draft, adapters or {})
     if compiler is None and where.type == "cuda" and HAS_TRITON:
         compiler = Compiler()
     with compiler or nullcontext():

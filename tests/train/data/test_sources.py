@@ -60,6 +60,18 @@ def test_a_name_that_is_no_utf_8_is_data_too(tmp_path: Path) -> None:
     assert first.encode() != second.encode()
 
 
+def test_an_empty_name_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `--data "$UNSET"` gives: it trained on whatever lay about."""
+    write(tmp_path / "notes.txt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"data is an empty name; write it out, or \. for the working directory"):
+        find_sources([""])
+    shape = {"model": "smollm2-135m", "output": "runs/x", "steps": 1}
+    job = with_absolute_paths(Job.model_validate(shape | {"data": {"train": [""]}}))
+    assert job.data.train == [""]  # refused where it is opened
+    assert [source.path.name for source in find_sources(["."])] == ["notes.txt"]
+
+
 def test_stdlib_has_prose_and_sources_without_tests_or_packages() -> None:
     sources = find_sources(["stdlib"])
     assert sources == find_sources(["stdlib"])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.spec import ModelSpec
 from tightfit.serve.budget import Budget
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.runner import Runner, make_cache
@@ -89,13 +90,18 @@ class DraftModel:
         return logits if order == step else logits[[order.index(chunk) for chunk in step]]
 
 
-def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: EngineConfig) -> Runner:
-    """The draft model of `target`; both must have the same vocabulary."""
-    if draft.spec.vocab_size != target.spec.vocab_size:
+def refuse_other_tokens(draft: ModelSpec, target: ModelSpec) -> None:
+    """Refuse a draft model with another vocabulary than its target's."""
+    if draft.vocab_size != target.vocab_size:
         raise UserError(
-            f"the draft model has {draft.spec.vocab_size} tokens and the model {target.spec.vocab_size}; "
+            f"the draft model has {draft.vocab_size} tokens and the model {target.vocab_size}; "
             "give a draft with the same tokenizer"
         )
+
+
+def make_draft_runner(draft: Decoder, target: Decoder, budget: Budget, config: EngineConfig) -> Runner:
+    """The draft model of `target`; both must have the same vocabulary."""
+    refuse_other_tokens(draft.spec, target.spec)
     if draft.spec.max_positions < budget.max_length:
         raise UserError(
             f"the draft model has {draft.spec.max_positions} positions and requests may have {budget.max_length}; "
