@@ -11,13 +11,14 @@ from fastapi.exceptions import RequestValidationError
 from tests.covering import sampled
 from tests.serve.running import CONFIG, Running, running
 from tests.serve.test_server import HELLO, TOOL, post
+from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
 from tightfit.models.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Writer
 from tightfit.serve.http.crowded import MOST_LISTS, MOST_VALUES, crowded
 from tightfit.serve.http.guards import ServerLimits
-from tightfit.serve.http.protocol import NO_ECHO
+from tightfit.serve.http.protocol import NO_ECHO, CompletionBody
 from tightfit.serve.http.streaming import event
 from tightfit.serve.http.tools import found_calls
 from tightfit.serve.requests.request import Answer, TokenLogprob
@@ -177,6 +178,12 @@ def test_parameters_may_refer_to_parts_of_themselves(client: openai.OpenAI, tool
     )
     call: Any = (made.choices[0].message.tool_calls or [])[0]
     assert json.loads(call.function.arguments) == {"n": int(call.function.name[-1])}
+
+
+def test_top_k_is_off_as_clients_of_vllm_say_it(tokenizer: Tokenizer) -> None:
+    assert CompletionBody(top_k=-1).sampling(tokenizer, 5, None).top_k == 0
+    with pytest.raises(UserError, match="top_k is -2"):
+        CompletionBody(top_k=-2).sampling(tokenizer, 5, None)
 
 
 def test_fields_may_be_null_and_seeds_negative(server: Running) -> None:

@@ -32,7 +32,8 @@ class CompressOptions:
     ] = "gptq"
     bits: Annotated[int | None, typer.Option(help="Bits a weight: 2 to 8; 4 by default, 3 for spqr.")] = None
     group: Annotated[
-        int | None, typer.Option(help="Inputs that share a scale; 0 for one scale a row. 128 by default.")
+        int | None,
+        typer.Option(help="Inputs that share a scale; 0 for one scale a row, -1 for one a matrix. 128 by default."),
     ] = None
     symmetric: Annotated[
         bool | None, typer.Option("--symmetric/--asymmetric", help="Without zero points; the default at 8 bits.")

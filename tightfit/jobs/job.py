@@ -20,7 +20,7 @@ from tightfit.jobs.precision import PrecisionName as PrecisionName
 from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.rules.refusals import refused_by_deepspeed, refused_by_trainer
 from tightfit.jobs.rules.rule import Run
-from tightfit.jobs.section import Section
+from tightfit.jobs.section import Place, Section
 from tightfit.models.spec import ModelSpec
 
 EngineName = Literal["tightfit", "deepspeed"]
@@ -79,7 +79,7 @@ class Data(Section):
     """Keep attention and positions inside each packed document."""
     pack: bool = True
     """Pack several conversations into one row (fine-tuning)."""
-    cache: Path = Path("~/.cache/tightfit")
+    cache: Place = Path("~/.cache/tightfit")
     """Where tokenized shards are kept between runs."""
 
     @model_validator(mode="after")
@@ -188,7 +188,7 @@ class Job(Section):
     """What is trained."""
     data: Annotated[Data, BeforeValidator(_one_or_many)]
     """What it is trained on."""
-    output: Path
+    output: Place
     """Directory of the run: checkpoints, metrics and pictures."""
     objective: Literal["pretrain", "sft"] = "pretrain"
     """Next-token prediction on packed text, or supervised fine-tuning on conversations with loss on answers only."""

@@ -1,12 +1,25 @@
-"""Section: the base class of every part of a job file."""
+"""Section: the base class of every part of a job file; the type of its paths."""
 
 import ast
 import inspect
 import textwrap
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
+
+
+def _not_empty(given: Any) -> Any:
+    if given == "":
+        raise PydanticCustomError("path_type", "it should be a path")
+    return given
+
+
+Place = Annotated[Path, BeforeValidator(_not_empty)]
+"""A path; an empty one is refused, as it would be the working directory."""
 
 
 class Section(BaseModel):

@@ -138,6 +138,8 @@ class Generation(Lenient):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if -LARGEST_SEED - 1 <= given.get("seed", 0) < 0:
             given["seed"] += LARGEST_SEED + 1  # OpenAI's seeds have a sign
+        if given.get("top_k") == -1:
+            given["top_k"] = 0  # off, as clients of vLLM say it
         return Sampling(
             max_tokens=max_tokens if self.max_tokens is None else self.max_tokens,
             stop=self._stops(),
