@@ -52,6 +52,17 @@ def test_one_stream_is_bound_by_reading_the_weights() -> None:
     assert serving("llama-3.2-1b", "H200", "bf16", 512).tokens_per_second == pytest.approx(1700, rel=0.05)
 
 
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3.1-8b", "qwen3-30b-a3b", "gemma-2-9b"])
+@pytest.mark.parametrize("form", ["bf16", "fp32", "q8_0", "q4_0"])
+def test_no_prediction_is_ahead_of_its_bound(model: str, form: str) -> None:
+    """With tied tables and others, on small cards and large ones, for few requests and many."""
+    for card in ("T4", "L4", "A100-40GB", "H200"):
+        for requests in (1, 4, 64):
+            asked = serving(model, card, form, 1024, requests)
+            assert asked.predicted_tokens_per_second <= asked.tokens_per_second
+            assert asked.predicted_first_token_seconds >= asked.first_token_seconds
+
+
 @pytest.mark.parametrize(
     ("model", "tokens", "measured_ms"),
     [("llama-3.2-1b", 256, 1.9), ("llama-3.1-8b", 256, 7.6), ("llama-3.1-8b", 4096, 99.7)],

@@ -105,7 +105,7 @@ class Serving:
         """Lower bound of the seconds of a decode step: one token for every request."""
         if isinstance(rates := self.rates, CpuStepRates):
             return rates.reading_seconds(self.spec) + self._cache_bytes / rates.bytes_per_second
-        read_bytes = self.weight_bytes * self._active_share + self._cache_bytes
+        read_bytes = self.read_bytes + self._cache_bytes
         return read_bytes / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
 
     @property

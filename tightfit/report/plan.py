@@ -189,15 +189,15 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
         f"{verdict}[/bold], {gib(serving.gpu_peak_bytes)} of {gib(room)}"
     )
     console.print(_memory(serving.ledger, room))
-    console.print(
-        f"[dim]{serving.requests} request(s) of {serving.length:,} tokens: "
-        f"{serving.predicted_tokens_per_second:,.0f} tokens/s, at most {serving.tokens_per_second:,.0f} at the card's "
-        f"reading speed; a first token after {1e3 * serving.predicted_first_token_seconds:,.1f} ms, at least "
-        f"{1e3 * serving.first_token_seconds:,.1f} for its products; room for {serving.most_requests:,} at a time[/dim]"
-    )
-    if not serving.fits:
-        for change in serving.changes():
-            console.print(f"  would fit with {change}")
+    if serving.fits:
+        console.print(
+            f"[dim]{serving.requests} request(s) of {serving.length:,} tokens: "
+            f"{serving.predicted_tokens_per_second:,.0f} tokens/s, at most {serving.tokens_per_second:,.0f} at the card's "
+            f"reading speed; a first token after {1e3 * serving.predicted_first_token_seconds:,.1f} ms, at least "
+            f"{1e3 * serving.first_token_seconds:,.1f} for its products; room for {serving.most_requests:,} at a time[/dim]"
+        )
+    for change in () if serving.fits else serving.changes():
+        console.print(f"  would fit with {change}")
     if serving.machine.ranks > 1:
         console.print(f"[dim]· each of the {serving.machine.ranks} cards serves a copy[/dim]")
 
