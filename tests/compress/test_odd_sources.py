@@ -242,6 +242,19 @@ def test_a_limit_on_the_size_of_files_is_a_sentence(tiny: Path, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
+def test_a_full_disk_during_an_export_to_gguf_is_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    """numpy counts there what it could not write, and has no reason."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"x\.gguf: (the disk took only a part|File too large).*room"):
+            export_model(str(tiny), tmp_path / "x.gguf", form="gguf", dtype="bf16")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_misspelt_layer_of_one_step_is_refused(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     steps = (Step(method="rtn", bits=4, group=32), Step(method="keep", layers=("layers.0.*", "*.mlp.dwon")))
     with pytest.raises(UserError, match=r"'\*\.mlp\.dwon' names none of the model's matrices"):

@@ -183,6 +183,8 @@ def test_static_scales_need_text_and_rounded_inputs(tiny: Path, tmp_path: Path) 
     for method, options in {"gptq": {"bits": 4}, "fp8": {}, "llm.int8": {}, "spqr": {}}.items():
         with pytest.raises(UserError, match="static scales are for int8 and fp8 activations, but these are"):
             recipe_of(method, static="minmax", **options)
+    with pytest.raises(UserError, match=r"activations are int8, beside weights of bits 4, group 32.*bits 8, group 0"):
+        Scheme(bits=4, group=32, activations="int8")
     experts = preset("tiny-qwen3-moe")
     with pytest.raises(UserError, match=r"layers.0.mlp.experts.(gate|up|down) cannot round inputs statically"):
         schemes(experts, Recipe((Step(method="smoothquant", static="kl"),)))

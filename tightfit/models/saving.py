@@ -114,5 +114,7 @@ def writing_new(target: Path) -> Iterator[None]:
             require_new(target)  # another process may have made it meanwhile
             yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason: object = error
+        if isinstance(error, OSError):  # numpy's for a full disk has no strerror
+            reason = error.strerror or f"the disk took only a part of it ({error})"
         raise UserError(f"cannot write {target}: {reason}; choose a place that is writable and has room") from error

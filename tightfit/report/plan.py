@@ -190,16 +190,22 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
     )
     console.print(_memory(serving.ledger, room))
     if serving.fits:
-        console.print(
-            f"[dim]{serving.requests} request(s) of {serving.length:,} tokens: "
-            f"{serving.predicted_tokens_per_second:,.0f} tokens/s, at most {serving.tokens_per_second:,.0f} at the card's "
-            f"reading speed; a first token after {1e3 * serving.predicted_first_token_seconds:,.1f} ms, at least "
-            f"{1e3 * serving.first_token_seconds:,.1f} for its products; room for {serving.most_requests:,} at a time[/dim]"
-        )
+        console.print(f"[dim]{_speeds(serving)}[/dim]")
     for change in () if serving.fits else serving.changes():
         console.print(f"  would fit with {change}")
     if serving.machine.ranks > 1:
         console.print(f"[dim]· each of the {serving.machine.ranks} cards serves a copy[/dim]")
+
+
+def _speeds(serving: Serving) -> str:
+    """What is predicted of an engine and, beside it, what the card sets as a limit."""
+    speed, most = serving.predicted_tokens_per_second, serving.tokens_per_second
+    first_ms, least_ms = 1e3 * serving.predicted_first_token_seconds, 1e3 * serving.first_token_seconds
+    return (
+        f"{serving.requests} request(s) of {serving.length:,} tokens: {speed:,.0f} tokens/s, at most {most:,.0f} at the "
+        f"card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} for its products; "
+        f"room for {serving.most_requests:,} at a time"
+    )
 
 
 def print_batches(batches: list[Batch], *, as_json: bool) -> None:

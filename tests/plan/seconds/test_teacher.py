@@ -15,7 +15,7 @@ from tightfit.plan.seconds.teacher import teacher_s
 @pytest.mark.parametrize("length", [2048, 32768])
 def test_a_student_changes_nothing_about_its_teacher(length: int) -> None:
     spec = preset("llama-3.1-8b")  # heads of 128; those of the smallest student have 64, the last's vocabulary is odd
-    teacher = Teacher(spec=spec, weight_bytes=2 * spec.params(), place="gpu", features=0)
+    teacher = Teacher(spec=spec, weight_bytes=2 * spec.params(), place="device", features=0)
     seconds = []
     for student in ("llama-3.2-1b", "llama-3.1-8b", "gpt2"):
         asked = question("llama-3.2-1b", "1xH100-80GB", length, 8)

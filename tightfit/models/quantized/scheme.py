@@ -67,7 +67,11 @@ class Scheme:
         if self.kind != "int" and not self.symmetric:
             raise UserError(f"{self.kind} numbers are symmetric about zero; only integers can have a zero point")
         if self.activations is not None and (self.bits != 8 or self.group > 0 or not self.symmetric):
-            raise UserError("activations are rounded beside 8-bit weights with a scale per row, symmetric ones, only")
+            weights = f"bits {self.bits}, group {self.group}{', symmetric' * self.symmetric}"
+            raise UserError(
+                f"activations are {self.activations}, beside weights of {weights}; only those of bits 8, group 0, "
+                "symmetric go with them: take these, or leave activations out"
+            )
         if self.activations is not None and (self.activations == "fp8") != (self.kind == "fp8"):
             raise UserError(
                 f"{self.activations} activations are multiplied by weights of their own kind, not {self.kind}"
