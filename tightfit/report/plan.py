@@ -202,8 +202,8 @@ def _speeds(serving: Serving) -> str:
     speed, most = serving.predicted_tokens_per_second, serving.tokens_per_second
     first_ms, least_ms = 1e3 * serving.predicted_first_token_seconds, 1e3 * serving.first_token_seconds
     return (
-        f"{serving.requests} request(s) of {serving.length:,} tokens: {speed:,.0f} tokens/s, at most {most:,.0f} at the "
-        f"card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} for its products; "
+        f"{serving.requests} request(s) of {serving.length:,} tokens: {speed:,.0f} tokens/s, at most {most:,.0f} at "
+        f"the card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} for its products; "
         f"room for {serving.most_requests:,} at a time"
     )
 
