@@ -27,7 +27,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import SMOLLM2
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.cpu_serving_time import CpuStepRates
+from tightfit.plan.serving.cpu_seconds import CpuStepRates
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.load import engine_reads_as, measured_rates, predicted_seconds

@@ -73,7 +73,7 @@ DECODER_ROOMS = {"models", "models.huggingface.weights", "models.huggingface.ada
 TORCH_FREE = """
 hardware.cpu models.spec models.presets models.huggingface.config models.resolve jobs.job jobs.load jobs.fields
 jobs.workload memory.ledger durable cli.main report.tables hardware.catalog hardware.machine hardware.local
-hardware.efficiency plan.answer plan.serving exports.files jobs.rules.refusals plan.job report.plan
+hardware.efficiency plan.answer plan.serving.plan exports.files jobs.rules.refusals plan.job report.plan
 levers.policy.recompute levers.policy.budget levers.policy.offload levers.policy.tiles levers.policy.loss_chunks
 levers.policy.updates memory.formulas.training memory.formulas.serving memory.comparison report.memory report.ledger
 report.timeline

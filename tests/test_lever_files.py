@@ -22,8 +22,8 @@ OTHER_FILES = (
     "memory/measurement",
     "memory/trace",
     "report/timeline",
-    "plan/serving",
-    "plan/deployment",
+    "plan/serving/plan",
+    "plan/serving/deployment",
     "plan/mfu",
 )
 FIELDS = {"levers.tiles": 6, "levers.offload": 6, "layout.context": 7}

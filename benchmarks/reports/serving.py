@@ -6,8 +6,8 @@ from pathlib import Path
 from benchmarks.reports.compression import Row, Table, commits_apart, read_rows
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
-from tightfit.plan.serving import Serving, make_serving
-from tightfit.plan.serving_step import Step
+from tightfit.plan.serving.plan import Serving, make_serving
+from tightfit.plan.serving.step import Step
 
 CASES = {
     "one_stream_decode": "one stream, tokens/s",

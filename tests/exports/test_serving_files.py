@@ -17,7 +17,7 @@ from tightfit.exports.serving_files import export_serving, served_weights
 from tightfit.exports.vllm import EngineOptions, vllm_arguments, vllm_script
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
-from tightfit.plan.deployment import Deployment, make_deployment
+from tightfit.plan.serving.deployment import Deployment, make_deployment
 
 OPTIONS = EngineOptions(weights="/models/it's mine", name="Our Model", port=9000, lookup=True)
 

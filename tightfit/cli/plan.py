@@ -294,7 +294,7 @@ def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
 
 
 def _serve(options: PlanOptions, machine: "Machine") -> None:
-    from tightfit.plan.serving import FORMATS, make_serving
+    from tightfit.plan.serving.plan import FORMATS, make_serving
     from tightfit.report.plan import print_serving
 
     spec, stored = _known_model(options.model)

@@ -270,7 +270,7 @@ def _export(options: ServeOptions, form: Literal["vllm", "k8s"]) -> None:
     from tightfit.hardware.machine import parse_machine
     from tightfit.models.huggingface.adapter_config import largest_rank
     from tightfit.models.resolve import resolve_spec
-    from tightfit.plan.deployment import make_deployment
+    from tightfit.plan.serving.deployment import make_deployment
 
     if options.model is None:
         raise UserError("--export needs a MODEL: a Hugging Face directory, or a preset with --weights")

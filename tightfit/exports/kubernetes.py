@@ -15,7 +15,7 @@ import yaml
 
 from tightfit.errors import UserError
 from tightfit.exports.vllm import MARK, EngineOptions, vllm_arguments
-from tightfit.plan.deployment import Deployment
+from tightfit.plan.serving.deployment import Deployment
 
 IMAGES: Mapping[str, str] = {"NVIDIA": "vllm/vllm-openai:v0.24.0", "AMD": "vllm/vllm-openai-rocm:v0.24.0"}
 RESOURCES: Mapping[str, str] = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu"}

@@ -9,7 +9,7 @@ from tightfit.errors import UserError
 from tightfit.exports.kubernetes import kubernetes_manifest
 from tightfit.exports.vllm import EngineOptions, vllm_script
 from tightfit.models.presets import PRESETS
-from tightfit.plan.deployment import Deployment
+from tightfit.plan.serving.deployment import Deployment
 
 Target = Literal["vllm", "k8s"]
 FILES: dict[Target, str] = {"vllm": "serve-vllm.sh", "k8s": "serve-k8s.yaml"}

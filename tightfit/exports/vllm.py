@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tightfit.errors import UserError
 from tightfit.memory.formulas.serving import PREFILL_TOKENS
-from tightfit.plan.deployment import SHARE, Deployment
+from tightfit.plan.serving.deployment import SHARE, Deployment
 
 MARK = "Written by tightfit from its plan"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512, 1024)

@@ -21,14 +21,14 @@ CALLS = ("layer_us", "operation_us", "step_us", "answer_us", "score_ns")
 
 @dataclass(frozen=True, kw_only=True)
 class CpuRates:
-    """Measured parts of a step; plan/cpu_serving_time.py adds them up."""
+    """Measured parts of a step; plan/serving/cpu_seconds.py adds them up."""
 
     products: Mapping[ReadAs, Curve]
     """fp32 always; other formats where this CPU's torch has products with them."""
     layer_us: float
     """Call overhead of a plain layer's operations in a decode step."""
     operation_us: float
-    """Call overhead of each operation in a layer that runs through its own modules (plan/cpu_operations.py)."""
+    """Call overhead of each operation in a layer that runs through its own modules (plan/serving/cpu_operations.py)."""
     step_us: float
     """A step with one answer, outside its layers."""
     answer_us: float

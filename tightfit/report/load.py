@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tightfit.report.tables import print_json
 
 if TYPE_CHECKING:
-    from tightfit.plan.serving_time import ServingRates
+    from tightfit.plan.serving.seconds import ServingRates
     from tightfit.serve.load import LoadRow
     from tightfit.serve.peer_load import PeerRow
 

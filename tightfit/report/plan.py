@@ -15,7 +15,7 @@ from tightfit.plan.answer import Answer
 from tightfit.plan.batch import Batch, batch_of, warning
 from tightfit.plan.describe import describe_adapters, describe_layout
 from tightfit.plan.plan import Plan
-from tightfit.plan.serving import Serving
+from tightfit.plan.serving.plan import Serving
 from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 

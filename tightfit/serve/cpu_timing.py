@@ -27,8 +27,8 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.cpu_operations import step_operations
-from tightfit.plan.serving_step import moved_elements
+from tightfit.plan.serving.cpu_operations import step_operations
+from tightfit.plan.serving.step import moved_elements
 from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine

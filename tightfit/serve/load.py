@@ -2,7 +2,7 @@
 
 Beside them stands the bound by memory bandwidth, as in a plan: a step reads all weights (of experts those of one token
 at least) and its requests' keys and values once, at the bandwidth measured on this device. And what a plan would
-predict (plan/serving_time.py, on a CPU plan/cpu_serving_time.py) from rates that are measured here first.
+predict (plan/serving/seconds.py, on a CPU plan/serving/cpu_seconds.py) from rates that are measured here first.
 """
 
 import math
@@ -19,9 +19,9 @@ from tightfit.hardware.timing import seconds_each
 from tightfit.kernels.packed_blocks import is_hopper
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.plan.cpu_serving_time import CpuStepRates
-from tightfit.plan.serving_step import Step
-from tightfit.plan.serving_time import PackedProducts, ServingRates, StepRates
+from tightfit.plan.serving.cpu_seconds import CpuStepRates
+from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
+from tightfit.plan.serving.step import Step
 from tightfit.serve.cpu_timing import measure_cpu_rates
 from tightfit.serve.engine import Engine
 from tightfit.serve.forward.runner import Runner

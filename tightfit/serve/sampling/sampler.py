@@ -13,7 +13,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from tightfit.kernels.top_k_top_p import cumulated, top_k_top_p
+from tightfit.kernels.top_k_top_p import cumulated, cumulated_in_blocks, top_k_top_p
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.sequence import Sequence
@@ -82,7 +82,7 @@ def filtered(chances: Tensor, rows: Rows) -> Tensor:
 
 def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
     """The token [R] at which the cumulated chances [R, V] exceed a share `uniforms` [R] of their sum."""
-    sums = cumulated(chances)
+    sums = cumulated_in_blocks(chances)
     token = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
     return token[:, 0].clamp_(max=chances.shape[-1] - 1)
 

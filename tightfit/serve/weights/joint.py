@@ -18,7 +18,7 @@ from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.linear_plus_adapter import base_of
 from tightfit.models.mlp import Mlp
 from tightfit.models.spec import ModelSpec, Rope
-from tightfit.plan.cpu_operations import runs_joint
+from tightfit.plan.serving.cpu_operations import runs_joint
 from tightfit.serve.weights.adapted import with_adapters
 from tightfit.serve.weights.fp8 import Fp8Weight
 from tightfit.serve.weights.half import copy_bytes, halved, has_products, is_exact, is_near

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.cpu_operations import PLAIN_SINGLE, runs_joint, step_operations
-from tightfit.plan.serving_step import Step, expert_params, experts_met, layer_params, moved_elements
+from tightfit.plan.serving.cpu_operations import PLAIN_SINGLE, runs_joint, step_operations
+from tightfit.plan.serving.step import Step, expert_params, experts_met, layer_params, moved_elements
 
 NORM_ELEMENTS = 2
 """A norm reads and writes each number once."""

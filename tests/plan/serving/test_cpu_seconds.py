@@ -16,9 +16,9 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
-from tightfit.plan.cpu_serving_time import CpuStepRates
-from tightfit.plan.serving import Serving, make_serving
-from tightfit.plan.serving_step import Step
+from tightfit.plan.serving.cpu_seconds import CpuStepRates
+from tightfit.plan.serving.plan import Serving, make_serving
+from tightfit.plan.serving.step import Step
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 

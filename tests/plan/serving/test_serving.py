@@ -13,9 +13,8 @@ from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
-from tightfit.plan.serving import Serving, make_serving
-from tightfit.plan.serving_step import Step
-from tightfit.plan.serving_time import (
+from tightfit.plan.serving.plan import Serving, make_serving
+from tightfit.plan.serving.seconds import (
     BLOCK_BITS,
     BLOCK_GROUP,
     BLOCK_TOKENS,
@@ -25,6 +24,7 @@ from tightfit.plan.serving_time import (
     PackedProducts,
     StepRates,
 )
+from tightfit.plan.serving.step import Step
 
 
 def serving(model: str, on: str, form: str, length: int | None = 4096, requests: int = 1) -> Serving:

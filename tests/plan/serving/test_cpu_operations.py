@@ -12,7 +12,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.cpu_operations import runs_joint, step_operations
+from tightfit.plan.serving.cpu_operations import runs_joint, step_operations
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.forward.runner import Runner

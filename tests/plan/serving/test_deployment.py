@@ -7,7 +7,7 @@ import pytest
 from tightfit.errors import UserError
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
-from tightfit.plan.deployment import Deployment, make_deployment
+from tightfit.plan.serving.deployment import Deployment, make_deployment
 
 
 def deployment(model: str, on: str, **asked: Any) -> Deployment:
@@ -47,7 +47,7 @@ def test_fewer_requests_at_a_time_where_that_many_do_not_fit() -> None:
 
 def test_one_cards_bytes_are_those_of_the_one_card_plan() -> None:
     """The same model, length and requests as `tightfit plan --serve` tells them."""
-    from tightfit.plan.serving import make_serving
+    from tightfit.plan.serving.plan import make_serving
 
     one = deployment("llama-3.2-1b", "L4", length=2048, requests=16)
     other = make_serving("llama-3.2-1b", preset("llama-3.2-1b"), parse_machine("L4"), "bf16", 2048, 16)

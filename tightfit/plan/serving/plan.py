@@ -24,10 +24,10 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.cpu_operations import runs_joint
-from tightfit.plan.cpu_serving_time import CpuStepRates
-from tightfit.plan.serving_step import Step, layer_params
-from tightfit.plan.serving_time import PackedProducts, ServingRates, StepRates, prompt_seconds
+from tightfit.plan.serving.cpu_operations import runs_joint
+from tightfit.plan.serving.cpu_seconds import CpuStepRates
+from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates, prompt_seconds
+from tightfit.plan.serving.step import Step, layer_params
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 SMALLER: tuple[WeightFormat, ...] = ("bf16", "q8_0", "q4_1", "q4_0")

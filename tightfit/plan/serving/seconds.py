@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.cpu_serving_time import CpuStepRates
-from tightfit.plan.serving_step import Step, layer_params, moved_elements
+from tightfit.plan.serving.cpu_seconds import CpuStepRates
+from tightfit.plan.serving.step import Step, layer_params, moved_elements
 
 HIDDEN_SHARE = 0.6
 LAYER_LAUNCH_S = 22e-6
