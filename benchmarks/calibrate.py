@@ -28,8 +28,8 @@ from benchmarks.calibrate_host import launches, link_updates
 from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.fp8_matmul import fp8_matmul
-from tightfit.kernels.fp8_quantize import quantize, quantize_columns, quantize_rows
+from tightfit.kernels.fp8.fp8_matmul import fp8_matmul
+from tightfit.kernels.fp8.fp8_quantize import quantize, quantize_columns, quantize_rows
 from tightfit.prove import rates, timing
 from tightfit.prove.timing import Do
 from tightfit.train.optimizer.adamw import MasterAdamW

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.calibrate_host import BACK, FEW, MORE, by_layer, narrow_program
-from tightfit.kernels.attention import AttentionMask, attention
-from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_outer
-from tightfit.kernels.layer_norm import layer_norm
-from tightfit.kernels.routed_mlp import combine, route
+from tightfit.kernels.attention.attention import AttentionMask, attention
+from tightfit.kernels.experts.grouped_matmul import grouped_matmul, grouped_outer
+from tightfit.kernels.experts.routed_mlp import combine, route
+from tightfit.kernels.norm.layer_norm import layer_norm
 from tightfit.models.presets import preset
 from tightfit.models.spec import Experts, ModelSpec
 from tightfit.prove.timing import timed_ms

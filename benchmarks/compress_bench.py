@@ -19,15 +19,15 @@ from torch import Tensor
 from benchmarks.compress_entries import GGUF_FEEDBACK, Entry
 from benchmarks.compress_peers import BLOCKS, PEERS
 from benchmarks.compress_pipelines import PIPELINES
-from tightfit.compress.calibration import Calibration, read_calibration
+from tightfit.compress.calibration.calibration import Calibration, read_calibration
+from tightfit.compress.calibration.inputs import InputStatistics
+from tightfit.compress.calibration.observation import observe, run_layer
 from tightfit.compress.comparison import Comparison, compare_models, hidden_states
-from tightfit.compress.gguf_feedback import code_layer
-from tightfit.compress.inputs import InputStatistics
+from tightfit.compress.gguf.gguf_feedback import code_layer
 from tightfit.compress.layer_compression import code_weight, compress_layer
 from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.matrices import matrices
-from tightfit.compress.observation import observe, run_layer
-from tightfit.compress.rotation import Rotation, rotated_spec
+from tightfit.compress.rounding.rotation import Rotation, rotated_spec
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.linear import quantize_linear

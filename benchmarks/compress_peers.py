@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.compress.inputs import InputStatistics
+from tightfit.compress.calibration.inputs import InputStatistics
 from tightfit.compress.recipe import Step
 from tightfit.models.quantized.scheme import Scheme
 
@@ -182,7 +182,7 @@ def our_blocks(weight: Tensor, kind: str, importance: Tensor | None) -> Tensor:
     """The same from our coder, read by the same package."""
     import gguf
 
-    from tightfit.compress.gguf_blocks import encode_rows
+    from tightfit.compress.gguf.gguf_blocks import encode_rows
 
     blocks = encode_rows(weight, kind, importance).cpu().numpy()
     return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])).to(weight.device)

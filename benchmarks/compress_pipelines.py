@@ -23,7 +23,7 @@ from tightfit.models.quantized.linear import quantize_linear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 NAMES = {
     "attention_norm": "input_layernorm",

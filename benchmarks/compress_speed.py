@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.calibration import Calibration
+from tightfit.compress.calibration.calibration import Calibration
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
 from tightfit.compress.recipe import recipe_of

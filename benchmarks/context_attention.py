@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.operations.measure import time_step
 from benchmarks.rows import RESULTS, append_row
 from tightfit.jobs.layout import Layout
-from tightfit.kernels.attention import AttentionMask, attention
+from tightfit.kernels.attention.attention import AttentionMask, attention
 from tightfit.memory.simulation import fake_world
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
 from tightfit.parallel.mesh import context_group, make_mesh

@@ -27,7 +27,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 from tightfit.report.curves import smoothed
 from tightfit.report.figure import panels
 from tightfit.train.assembly import assemble, unfilled

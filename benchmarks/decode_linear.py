@@ -1,7 +1,7 @@
 """Bandwidth of decode_linear on the matrices of a decoding step, with different tiles, beside torch's own product.
 
 Weights rotate through more memory than the cache holds, calls are captured as one graph, and rates count the weight's
-bytes. Prints the best tiles; kernels/decode_linear.py has them in `tile_for`.
+bytes. Prints the best tiles; kernels/decoding/decode_linear.py has them in `tile_for`.
 
     python -m benchmarks.decode_linear                (a GPU; two minutes)
     python -m benchmarks.decode_linear --model 8b --overlap
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tightfit.kernels.decode_linear import Tile, decode_linear, tile_for
+from tightfit.kernels.decoding.decode_linear import Tile, decode_linear, tile_for
 
 SHAPES = {
     "1b": {

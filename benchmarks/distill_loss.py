@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.linear_distillation import (
+from tightfit.kernels.loss.linear_distillation import (
     DIVERGENCES,
     DistillationTerms,
     linear_distillation,

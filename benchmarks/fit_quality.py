@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.bit_choice import (
+from tightfit.compress.calibration.calibration import read_calibration
+from tightfit.compress.calibration.rounded_streams import RoundedStreams, embedded
+from tightfit.compress.comparison import log_probabilities
+from tightfit.compress.fit.bit_choice import (
     PLAIN_BITS,
     WIDTHS,
     BitChoice,
@@ -35,12 +38,9 @@ from tightfit.compress.bit_choice import (
     unit_bytes,
     units,
 )
-from tightfit.compress.calibration import read_calibration
-from tightfit.compress.comparison import log_probabilities
+from tightfit.compress.fit.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.rounded_streams import RoundedStreams, embedded
-from tightfit.compress.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import source_spec
 from tightfit.models.spec import ModelSpec

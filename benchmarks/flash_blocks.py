@@ -1,6 +1,7 @@
 """Block sizes of our flash attention: every kernel alone with every candidate, into results/flash_blocks.csv.
 
-The fastest are what `tightfit/kernels/flash_blocks.py` has in its table. 2 × 8192 tokens, 32 heads on 8, bf16, causal.
+The fastest are what `tightfit/kernels/attention/flash_blocks.py` has in its table. 2 × 8192 tokens, 32 heads on 8,
+bf16, causal.
 
     python -m benchmarks.flash_blocks --head-dim 64 --head-dim 128
 """
@@ -15,9 +16,13 @@ from torch import Tensor
 
 from benchmarks.operations.measure import time_step
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.flash_attention import attend, like_rows
-from tightfit.kernels.flash_attention_backward import BackwardInputs, write_key_gradients, write_query_gradients
-from tightfit.kernels.flash_blocks import Blocks, Problem
+from tightfit.kernels.attention.flash_attention import attend, like_rows
+from tightfit.kernels.attention.flash_attention_backward import (
+    BackwardInputs,
+    write_key_gradients,
+    write_query_gradients,
+)
+from tightfit.kernels.attention.flash_blocks import Blocks, Problem
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 8192, 32, 8
 PRODUCTS = {"forward": 2, "key_gradients": 4, "query_gradients": 3}

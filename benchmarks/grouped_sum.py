@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightfit.kernels.grouped_matmul import HOPPER, grouped_matmul, grouped_matmul_eager, is_native
+from tightfit.kernels.experts.grouped_matmul import HOPPER, grouped_matmul, grouped_matmul_eager, is_native
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.triton_support import Impl, tl, triton, use_triton
 

@@ -20,7 +20,7 @@ from tightfit.jobs.job import Optimizer, Schedule
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 from tightfit.report.curves import smoothed
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import make_loader

@@ -25,7 +25,7 @@ from benchmarks.recorded_step import recorded
 from benchmarks.rows import RESULTS, append_row, picture_folder
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.clip_estimate import clip_factor
+from tightfit.kernels.optimizer.clip_estimate import clip_factor
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.initialisation import init_weights

@@ -1,4 +1,4 @@
-"""Microseconds of 4-bit products of 16 to 256 rows by how kernels/packed_blocks.py cuts them, beside bf16.
+"""Microseconds of 4-bit products of 16 to 256 rows by how kernels/quantized/packed_blocks.py cuts them, beside bf16.
 
 Every call reads another weight than the one before, more of them than the L2 cache holds, in a replayed CUDA graph
 (`milliseconds` of benchmarks/quantized_linear.py). Cuts are compiled and launched by several processes first, and one
@@ -28,9 +28,9 @@ from benchmarks.quantized_linear import SHAPES, copy_gb_s, milliseconds
 from benchmarks.quantized_peers import Product
 from benchmarks.rows import RESULTS, append_row
 from tightfit.kernels.operators import multiprocessors
-from tightfit.kernels.packed_blocks import LEAST_TILES, TILE, Blocks, Scaled, blocks_for, launch_blocks
-from tightfit.kernels.packed_rows import by_group, launch_packed_rows, row_tiles_for
-from tightfit.kernels.quantized_linear import expanded, launch_some, quantized_linear_eager, tiles_for
+from tightfit.kernels.quantized.packed_blocks import LEAST_TILES, TILE, Blocks, Scaled, blocks_for, launch_blocks
+from tightfit.kernels.quantized.packed_rows import by_group, launch_packed_rows, row_tiles_for
+from tightfit.kernels.quantized.quantized_linear import expanded, launch_some, quantized_linear_eager, tiles_for
 
 BITS, GROUP = 4, 128
 SPREAD_BYTES = 256 * 2**20

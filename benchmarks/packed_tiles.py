@@ -1,5 +1,5 @@
-"""Microseconds of x · Wᵀ with packed weights by how the product is cut: the rules of kernels/packed_rows.py (up to 16
-rows) and kernels/quantized_linear.py (more).
+"""Microseconds of x · Wᵀ with packed weights by how the product is cut: the rules of kernels/quantized/packed_rows.py
+(up to 16 rows) and kernels/quantized/quantized_linear.py (more).
 
 Products are replayed as a CUDA graph, each reading another weight than the one before, so that neither launches nor the
 L2 cache count. Cuts whose result is off are named, not timed. The best and the rule's own go to
@@ -20,9 +20,9 @@ import triton
 from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.packed_rows import MOST_ROWS, RowTiles, by_group, launch_packed_rows, row_tiles_for
-from tightfit.kernels.packing import TILE_WORDS
-from tightfit.kernels.quantized_linear import Tiles, launch_some, quantized_linear_eager, tiles_for
+from tightfit.kernels.quantized.packed_rows import MOST_ROWS, RowTiles, by_group, launch_packed_rows, row_tiles_for
+from tightfit.kernels.quantized.packing import TILE_WORDS
+from tightfit.kernels.quantized.quantized_linear import Tiles, launch_some, quantized_linear_eager, tiles_for
 
 BITS, GROUP = 4, 128
 SPREAD_BYTES = 400 * 10**6

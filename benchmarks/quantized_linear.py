@@ -24,11 +24,11 @@ from torch import Tensor
 
 from benchmarks.quantized_peers import COMPILED, COMPILED_ROWS, Made, Product, peers, told
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.fp8_quantize import quantize_rows
-from tightfit.kernels.packed_rows import by_group
-from tightfit.kernels.packing import pack_tiles
-from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear
-from tightfit.kernels.rounded_linear import NEEDED, rounded_linear
+from tightfit.kernels.fp8.fp8_quantize import quantize_rows
+from tightfit.kernels.quantized.packed_rows import by_group
+from tightfit.kernels.quantized.packing import pack_tiles
+from tightfit.kernels.quantized.quantized_linear import expanded_eager, quantized_linear
+from tightfit.kernels.quantized.rounded_linear import NEEDED, rounded_linear
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.rows import version_of
-from tightfit.kernels.packing import pack
+from tightfit.kernels.quantized.packing import pack
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 

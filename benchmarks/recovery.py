@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.rows import RESULTS, append_row
 from tightfit.compress.compression import CompressionJob, compress
-from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.recipe import recipe_of
-from tightfit.compress.structured import KeptShape
+from tightfit.compress.structure.narrowing import NarrowingJob, narrow
+from tightfit.compress.structure.structured import KeptShape
 from tightfit.jobs.job import Job
 from tightfit.jobs.load import load_job
 from tightfit.models.loading import load_model, source_spec

@@ -25,13 +25,13 @@ import tightfit.train.step as train_step_module
 from benchmarks.grouped_sum import grouped_sum, tile_table
 from benchmarks.routed_step import ROUTED
 from benchmarks.train_step import Case, Step, make_ours
-from tightfit.kernels.gather_rows import gather_rows
-from tightfit.kernels.glu import activated, glu
-from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_outer
-from tightfit.kernels.routed_mlp import Routing, combine, route, routed_mlp
+from tightfit.kernels.experts.gather_rows import gather_rows
+from tightfit.kernels.experts.grouped_matmul import grouped_matmul, grouped_outer
+from tightfit.kernels.experts.routed_mlp import Routing, combine, route, routed_mlp
+from tightfit.kernels.mlp.glu import activated, glu
 from tightfit.kernels.triton_support import HAS_TRITON, is_interpreted, tl, triton
+from tightfit.models.layers.routing import choose, scored
 from tightfit.models.resolve import resolve_spec
-from tightfit.models.routing import choose, scored
 from tightfit.models.spec import ModelSpec
 
 BUDGET_S = 75.0

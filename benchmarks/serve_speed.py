@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.fp8_quantize import quantize_rows
+from tightfit.kernels.fp8.fp8_quantize import quantize_rows
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.quantized.coded_weight import CodedWeight

@@ -25,7 +25,7 @@ from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from benchmarks.quantized_linear import milliseconds
 from benchmarks.rows import RESULTS, append_row
-from tightfit.compress.pruning import Sparsity, magnitude
+from tightfit.compress.structure.pruning import Sparsity, magnitude
 
 ROWS = (64, 512, 2048, 8192)
 SHAPES = ((14336, 4096), (8192, 8192))

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from benchmarks.quantized_linear import milliseconds
 from benchmarks.rows import RESULTS, append_row
-from tightfit.kernels.packed_rows import MOST_ROWS
-from tightfit.kernels.spqr_layout import SpqrTensors, arrange_codes, arrange_statistics
-from tightfit.kernels.spqr_linear import SpqrTiles, expanded_spqr, expanded_spqr_eager, launch_spqr_rows, spqr_linear
+from tightfit.kernels.quantized.packed_rows import MOST_ROWS
+from tightfit.kernels.quantized.spqr_layout import SpqrTensors, arrange_codes, arrange_statistics
+from tightfit.kernels.quantized.spqr_linear import (
+    SpqrTiles,
+    expanded_spqr,
+    expanded_spqr_eager,
+    launch_spqr_rows,
+    spqr_linear,
+)
 
 Set = tuple[SpqrTensors, Tensor]
 """A weight and the matrix that it is."""

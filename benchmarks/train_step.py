@@ -28,7 +28,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import to_hf_state
 from tightfit.models.initialisation import init_weights
-from tightfit.models.mlp import RoutedMlp
+from tightfit.models.layers.mlp import RoutedMlp
 from tightfit.models.resolve import resolve_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.train.optimizer.adamw import MasterAdamW

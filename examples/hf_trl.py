@@ -34,7 +34,7 @@ def tiny_model() -> Any:
 
 def tiny_tokenizer() -> Any:
     """A tokenizer trained on the conversations."""
-    from tightfit.models.tokenizer import train_tokenizer
+    from tightfit.models.text.tokenizer import train_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         train_tokenizer(CHATS.read_text(encoding="utf-8").splitlines(), 256 + 8).save(folder)

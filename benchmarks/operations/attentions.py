@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from benchmarks.operations.case import Case, Where, ready
-from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
+from tightfit.kernels.attention.attention import AttentionImpl, AttentionMask, attention
 
 TOKENS = 32768
 HEADS, KV_HEADS = 32, 8

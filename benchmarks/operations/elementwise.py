@@ -8,9 +8,9 @@ from torch import Tensor
 
 from benchmarks.operations.case import AbsentError, Case, Forward, Where, compiled, imported
 from benchmarks.peers.unsloth import unsloth_glu, unsloth_rope
-from tightfit.kernels.glu import glu, glu_eager
-from tightfit.kernels.rope import rope, rope_eager
-from tightfit.models.rope import tables
+from tightfit.kernels.attention.rope import rope, rope_eager
+from tightfit.kernels.mlp.glu import glu, glu_eager
+from tightfit.models.layers.rope import tables
 from tightfit.models.spec import Activation, Rope
 
 

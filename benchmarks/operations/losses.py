@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.operations.case import Case, Forward, Where, compiled, imported
 from benchmarks.peers.unsloth import unsloth_cross_entropy
-from tightfit.kernels.cross_entropy import cross_entropy, cross_entropy_eager
+from tightfit.kernels.loss.cross_entropy import cross_entropy, cross_entropy_eager
 
 
 def cross_entropy_cases(where: Where) -> Iterator[Case]:

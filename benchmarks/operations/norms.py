@@ -10,8 +10,8 @@ from torch import Tensor
 from benchmarks.operations.case import Case, Forward, Where, compiled, imported
 from benchmarks.operations.cuda_rms_norm import make_cuda_rms_norm
 from benchmarks.peers.unsloth import unsloth_rms_norm
-from tightfit.kernels.layer_norm import layer_norm, layer_norm_eager
-from tightfit.kernels.rms_norm import rms_norm, rms_norm_eager
+from tightfit.kernels.norm.layer_norm import layer_norm, layer_norm_eager
+from tightfit.kernels.norm.rms_norm import rms_norm, rms_norm_eager
 
 EPS = 1e-6
 SHAPES = ((16384, 4096), (8192, 8192), (524288, 128))

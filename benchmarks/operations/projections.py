@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.operations.case import Case, Forward, Where, compiled, imported, ready
 from benchmarks.peers.unsloth import unsloth_linear_cross_entropy
-from tightfit.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_eager
+from tightfit.kernels.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_eager
 
 SHAPES = ((16384, 4096, 128256), (8192, 2048, 128256), (32768, 3072, 262144))
 """Tokens, hidden size and vocabulary of Llama-3-8B, Llama-3.2-1B, and Gemma-3-sized vocabularies at a long context."""

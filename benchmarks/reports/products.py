@@ -4,7 +4,7 @@ those of some rows on Hopper beside what other cards get."""
 from pathlib import Path
 
 from benchmarks.reports.compression import Row, Table, read_rows
-from tightfit.kernels.packed_blocks import Blocks, blocks_for
+from tightfit.kernels.quantized.packed_blocks import Blocks, blocks_for
 
 TORCHS = ("bf16", "torch int4 g128")
 """Names of what torch itself brings; others' end with their package and version in brackets."""
@@ -12,7 +12,7 @@ TORCHS = ("bf16", "torch int4 g128")
 
 H200_PROCESSORS = 132
 EVERYWHERE = {"bf16": "bf16", "other cards'": "ours, other cards"}
-"""Ways in results/packed_blocks.csv that are not of kernels/packed_blocks.py, and their words here."""
+"""Ways in results/packed_blocks.csv that are not of kernels/quantized/packed_blocks.py, and their words here."""
 
 
 def newest_run(results: Path, name: str = "quantized_linear") -> list[Row]:

@@ -10,7 +10,7 @@ from tests.compress.conftest import SPEC, text, tiny, tokenizer
 from tests.compress.test_fitting import sized
 from tests.covering import sampled, thorough
 from tightfit.compress.cost import CompressionCost
-from tightfit.compress.fitting import fit_ledger
+from tightfit.compress.fit.fitting import fit_ledger
 from tightfit.compress.report import CompressionReport, LayerReport
 from tightfit.models.loading import load_model
 from tightfit.report.compression import print_compression

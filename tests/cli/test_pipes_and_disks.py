@@ -121,7 +121,7 @@ def test_a_model_that_only_somebody_else_may_read_is_a_sentence(
     def closed(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("tightfit.models.checksums.digest", closed)
+    monkeypatch.setattr("tightfit.models.files.checksums.digest", closed)
     listed = tiny / "checksums.json"
     size = (tiny / "model.safetensors").stat().st_size
     listed.write_text(json.dumps({"files": {"model.safetensors": {"bytes": size, "digest": ""}}}))

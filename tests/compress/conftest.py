@@ -10,7 +10,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, train_tokenizer
 
 SPEC = ModelSpec(
     family="llama",

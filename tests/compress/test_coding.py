@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from tests.covering import sampled
-from tightfit.compress.gptq import GptqOptions, gptq
-from tightfit.compress.inputs import InputStatistics, output_error
+from tightfit.compress.calibration.inputs import InputStatistics, output_error
 from tightfit.compress.layer_compression import code_weight
 from tightfit.compress.recipe import Step
-from tightfit.compress.spqr import SpqrOptions, spqr
+from tightfit.compress.rounding.gptq import GptqOptions, gptq
+from tightfit.compress.rounding.spqr import SpqrOptions, spqr
 from tightfit.errors import UserError
 from tightfit.models.quantized.codebooks import E2M1, NF4, nearest
 from tightfit.models.quantized.formats.bitsandbytes import code_scales, nested_scales
@@ -308,7 +308,7 @@ def test_statistics_are_means_over_all_tokens() -> None:
         ({"kind": "mxfp4", "group": 64}, "groups of 32"),
         ({"kind": "fp8", "bits": 8, "group": 64}, "one scale a row"),
         ({"kind": "nf4", "group": 64, "symmetric": False}, "symmetric"),
-        ({"bits": 4, "activations": "int8"}, "activations are int8, beside weights of 4 bits.*only those of bits 8"),
+        ({"bits": 4, "activations": "int8"}, "activations are int8, beside weights of bits 4.*only those of bits 8, group 0"),
         ({"kind": "fp8", "bits": 8, "group": 0, "activations": "int8"}, "of their own kind, not fp8"),
         ({"bits": 8, "group": 0, "activations": "fp8"}, "of their own kind, not int"),
     ],

@@ -16,7 +16,7 @@ from tightfit.compress.comparison import compare_models, compare_sources
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 from tightfit.train.progress import followed
 
 

@@ -19,15 +19,15 @@ from tightfit.compress.conversion import convert
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.rotation import rotation
+from tightfit.compress.rounding.rotation import rotation
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.loading import load_into, load_model
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, Latent, ModelSpec, Rope
-from tightfit.models.tensor_file import save_tensors
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.report.compression_report import write_report
 from tightfit.serve.weights.joint import can_join
 from tightfit.writer_lock import locked_beside

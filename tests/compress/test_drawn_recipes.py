@@ -18,7 +18,7 @@ from tightfit.errors import UserError
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.formats.registry import FORMATS
 from tightfit.models.saving import export_model, write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 DRAWS = 40
 SOME = ("*.attention.*", "*.mlp.*", "layers.0.*", "*.q", "*.o", "*.down", "*.experts.*")

@@ -15,7 +15,9 @@ from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES
 from tests.compress.whole_model import divergence, predictions, rounded_to, whole_sensitivities
 from tests.covering import sampled
-from tightfit.compress.bit_choice import (
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.cost import CompressionCost, predict
+from tightfit.compress.fit.bit_choice import (
     LEAST_WIDTHS,
     BitChoice,
     Option,
@@ -28,20 +30,18 @@ from tightfit.compress.bit_choice import (
     unit_bytes,
     units,
 )
-from tightfit.compress.compression import CompressionJob, compress
-from tightfit.compress.cost import CompressionCost, predict
-from tightfit.compress.fitting import Fit, best_mix, describe_measuring, fit_bits, fit_ledger, weight_budget_bytes
-from tightfit.compress.measuring_memory import measuring_ledger
+from tightfit.compress.fit.fitting import Fit, best_mix, describe_measuring, fit_bits, fit_ledger, weight_budget_bytes
+from tightfit.compress.fit.measuring_memory import measuring_ledger
+from tightfit.compress.fit.sensitivity import measure_sensitivities
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe, recipe_of
-from tightfit.compress.sensitivity import measure_sensitivities
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine, parse_machine
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.models.presets import preset
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 
 def sized(card_bytes: int) -> Machine:

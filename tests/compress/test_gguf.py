@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
 from tests.covering import sampled, thorough
-from tightfit.compress.gguf_blocks import CODERS, encode_rows
-from tightfit.compress.gguf_export import GgufCoder, export_gguf
-from tightfit.compress.gguf_feedback import encode_with_feedback
-from tightfit.compress.inputs import output_error
+from tightfit.compress.calibration.inputs import output_error
+from tightfit.compress.gguf.gguf_blocks import CODERS, encode_rows
+from tightfit.compress.gguf.gguf_export import GgufCoder, export_gguf
+from tightfit.compress.gguf.gguf_feedback import encode_with_feedback
 from tightfit.errors import UserError
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
 ROUGHLY = {
@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_known_before_work(
     (tmp_path / "phi").mkdir()
     write_model(tmp_path / "phi", random_model(replace(SPEC, family="phi3", tied=False)), tokenizer)
     (tmp_path / "short.txt").write_text("hello")
-    monkeypatch.setattr("tightfit.compress.gguf_export.load_model", None)
+    monkeypatch.setattr("tightfit.compress.gguf.gguf_export.load_model", None)
     options: dict[str, Any] = {"samples": 1, "length": None, "cache": token_cache, "device": torch.device("cpu")}
     with pytest.raises(UserError, match="phi3 models cannot be written to GGUF"):
         export_gguf(str(tmp_path / "phi"), tmp_path / "phi.gguf", "q4_0", (), **options)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.compress.test_coding import matrix, moment
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, assert_no_worse
-from tightfit.compress.spqr import SpqrOptions, spqr
+from tightfit.compress.rounding.spqr import SpqrOptions, spqr
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.quantized.held_spqr import arranged

@@ -14,15 +14,15 @@ from tests.cli.conftest import Run
 from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said, counted_bytes
 from tests.covering import sampled
-from tightfit.compress.bit_choice import settled_for
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.cost import predict, schemes
+from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.errors import UserError
-from tightfit.kernels.quantized_linear import can_be_fused
-from tightfit.kernels.spqr_layout import can_be_arranged
+from tightfit.kernels.quantized.quantized_linear import can_be_fused
+from tightfit.kernels.quantized.spqr_layout import can_be_arranged
 from tightfit.memory.tracing import Tracer
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.formats.registry import FORMATS

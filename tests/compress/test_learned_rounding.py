@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
-from tightfit.compress import learned_rounding
-from tightfit.compress.gptq import gptq
+from tightfit.compress.calibration.observation import run_layer
 from tightfit.compress.layer_compression import LayerResult, compress_layer
-from tightfit.compress.learned_rounding import EDGE, LearnedMatrix
-from tightfit.compress.observation import run_layer
 from tightfit.compress.recipe import recipe_of
+from tightfit.compress.rounding import learned_rounding
+from tightfit.compress.rounding.gptq import gptq
+from tightfit.compress.rounding.learned_rounding import EDGE, LearnedMatrix
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.coded_weight import CodedWeight

@@ -9,14 +9,14 @@ import torch
 from tests.compress.conftest import SPEC
 from tests.covering import sampled
 from tightfit.compress.compression import CompressionJob, compress
-from tightfit.compress.factoring import FactoringJob, factorise
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.loss_probe import LossProbe
 from tightfit.compress.memory import PROBED_LENGTH, PROBED_ROWS
-from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.recipe import recipe_of
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.structured import KeptShape
+from tightfit.compress.structure.factoring import FactoringJob, factorise
+from tightfit.compress.structure.narrowing import NarrowingJob, narrow
+from tightfit.compress.structure.structured import KeptShape
 from tightfit.models.loading import load_model
 
 WAYS: dict[str, Any] = {

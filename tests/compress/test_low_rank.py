@@ -13,15 +13,15 @@ from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import FAMILIES, TOKENS, logits
 from tests.compress.test_pruning import sample
 from tests.compress.test_structured import spec_of
-from tightfit.compress.factoring import FactoringJob, factorise
-from tightfit.compress.low_rank import choose_ranks, factor, singular_energies
 from tightfit.compress.report import CompressionReport
+from tightfit.compress.structure.factoring import FactoringJob, factorise
+from tightfit.compress.structure.low_rank import choose_ranks, factor, singular_energies
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_into, load_model
 from tightfit.models.low_rank import LowRankLinear
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 
 def run(model: Path, out: Path, text: Path, cache: Path, **more: Any) -> CompressionReport:

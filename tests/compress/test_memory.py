@@ -11,26 +11,26 @@ import torch
 
 from tests.compress.conftest import SPEC, random_model
 from tests.covering import sampled, thorough
-from tightfit.compress.bit_choice import group_of, uniform_bytes
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
-from tightfit.compress.factoring import FactoringJob, factorise
-from tightfit.compress.fitting import best_mix
+from tightfit.compress.fit.bit_choice import group_of, uniform_bytes
+from tightfit.compress.fit.fitting import best_mix
+from tightfit.compress.fit.measuring_memory import measuring_ledger
+from tightfit.compress.fit.sensitivity import measure_sensitivities
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.loss_probe import LossProbe
-from tightfit.compress.measuring_memory import measuring_ledger
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.narrowing import NarrowingJob, narrow
 from tightfit.compress.recipe import recipe_of
-from tightfit.compress.sensitivity import measure_sensitivities
-from tightfit.compress.structured import KeptShape
+from tightfit.compress.structure.factoring import FactoringJob, factorise
+from tightfit.compress.structure.narrowing import NarrowingJob, narrow
+from tightfit.compress.structure.structured import KeptShape
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.memory.ledger import Phase
 from tightfit.memory.tracing import Tracer
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, Latent, ModelSpec
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 ONE = replace(SPEC, layers=1, vocab_size=32, max_positions=512)
 WIDE = replace(ONE, hidden_size=64, mlp_size=384)

@@ -21,10 +21,10 @@ from tests.covering import sampled
 from tests.speed import within_turns
 from tightfit.compress.compression import LAYER_SHARDS, CompressionJob, compress
 from tightfit.compress.conversion import convert
-from tightfit.compress.fitting import fit_bits, fit_ledger
-from tightfit.compress.gptq import gptq
+from tightfit.compress.fit.fitting import fit_bits, fit_ledger
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe, Step, recipe_of
+from tightfit.compress.rounding.gptq import gptq
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
 from tightfit.models.loading import load_model

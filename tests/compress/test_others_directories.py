@@ -20,7 +20,7 @@ from tests.compress.test_compression import TOKENS
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 
 def logits_of(model: Any) -> Tensor:

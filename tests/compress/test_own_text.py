@@ -11,13 +11,13 @@ import torch
 
 from tests.compress.conftest import SPEC, random_model
 from tests.covering import sampled
+from tightfit.compress.calibration.own_text import own_text
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import CompressionCost
-from tightfit.compress.factoring import FactoringJob, factorise
-from tightfit.compress.narrowing import NarrowingJob, narrow
-from tightfit.compress.own_text import own_text
 from tightfit.compress.recipe import recipe_of
-from tightfit.compress.structured import KeptShape
+from tightfit.compress.structure.factoring import FactoringJob, factorise
+from tightfit.compress.structure.narrowing import NarrowingJob, narrow
+from tightfit.compress.structure.structured import KeptShape
 from tightfit.errors import UserError
 from tightfit.models.generate import Sampling, sample_rows
 from tightfit.models.loading import load_model
@@ -34,7 +34,7 @@ def test_the_same_weights_write_the_same(tiny: Path, tmp_path: Path, monkeypatch
     assert torch.equal(first, rows_of(tiny, tmp_path / "other"))
     assert len(set(first[:, 0].tolist())) == 6
     kept = next((tmp_path / "one").iterdir())
-    monkeypatch.setattr("tightfit.compress.own_text.sample_rows", None)  # not called again
+    monkeypatch.setattr("tightfit.compress.calibration.own_text.sample_rows", None)  # not called again
     assert torch.equal(first, rows_of(tiny, tmp_path / "one"))
     monkeypatch.undo()
     for damaged in (b"", kept.read_bytes()[:-9], b"\x93NUMPY nonsense"):
@@ -51,14 +51,14 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(
     file = tmp_path / "file"
     file.touch()
     with monkeypatch.context() as nobody_writes:
-        nobody_writes.setattr("tightfit.compress.own_text.sample_rows", None)
+        nobody_writes.setattr("tightfit.compress.calibration.own_text.sample_rows", None)
         with pytest.raises(UserError, match=r"file is not a directory"):
             rows_of(tiny, file)
 
     def full(*arguments: object) -> None:
         raise OSError("2048 requested and 1008 written")
 
-    monkeypatch.setattr("tightfit.compress.own_text.np.save", full)
+    monkeypatch.setattr("tightfit.compress.calibration.own_text.np.save", full)
     with pytest.raises(UserError, match=r"cannot write .*npy: 2048 requested and 1008 written; make room"):
         rows_of(tiny, tmp_path / "cache")
 
@@ -87,7 +87,7 @@ def test_a_card_that_does_not_hold_the_model_is_a_sentence(
     def full(*arguments: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("tightfit.compress.own_text.load_model", full)
+    monkeypatch.setattr("tightfit.compress.calibration.own_text.load_model", full)
     with pytest.raises(UserError, match=r"does not fit on cpu as a whole.*give --data"):
         rows_of(tiny, tmp_path)
     assert not list(tmp_path.iterdir())

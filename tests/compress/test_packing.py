@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tightfit.kernels.packing import (
+from tightfit.kernels.quantized.packing import (
     AWQ_ORDER,
     pack,
     pack_awq,

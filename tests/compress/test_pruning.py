@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.compress.test_compression import logits, run
 from tests.compress.test_transformers import their_logits
 from tests.covering import sampled
-from tightfit.compress.pruning import Sparsity, magnitude, sparsegpt, wanda
 from tightfit.compress.recipe import recipe_of
+from tightfit.compress.structure.pruning import Sparsity, magnitude, sparsegpt, wanda
 from tightfit.errors import UserError
 from tightfit.models.loading import load_model
 

@@ -12,11 +12,11 @@ from tests.compress.test_compression import run
 from tests.compress.test_structured import cut, spec_of, with_biases
 from tests.covering import sampled
 from tightfit.compress.recipe import Recipe, Step, recipe_of
-from tightfit.compress.structured import KeptShape
+from tightfit.compress.structure.structured import KeptShape
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.models.saving import export_model, write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tests.compress.conftest import SPEC, random_model
 from tests.covering import sampled
+from tightfit.compress.calibration.observation import observe
 from tightfit.compress.linear_sets import linear_sets
-from tightfit.compress.observation import observe
 from tightfit.compress.recipe import Step
-from tightfit.compress.smoothquant import BEHIND_NORMS, STRENGTHS, smooth
+from tightfit.compress.rounding.smoothquant import BEHIND_NORMS, STRENGTHS, smooth
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.spec import ModelSpec
 

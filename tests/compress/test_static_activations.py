@@ -15,13 +15,13 @@ from tests.compress.conftest import SPEC
 from tests.compress.held import assert_held_as_said
 from tests.compress.test_compression import TOKENS, logits, run
 from tests.covering import covering, sampled
-from tightfit.compress.activation_scales import activation_scale, scale_of_inputs
+from tightfit.compress.calibration.activation_scales import activation_scale, scale_of_inputs
+from tightfit.compress.calibration.inputs import InputStatistics
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.cost import schemes
-from tightfit.compress.inputs import InputStatistics
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.errors import UserError
-from tightfit.kernels.rounded_linear import CODES, rounded_linear, rounded_values
+from tightfit.kernels.quantized.rounded_linear import CODES, rounded_linear, rounded_values
 from tightfit.models.loading import load_model
 from tightfit.models.presets import preset
 from tightfit.models.quantized.linear import QuantizedLinear

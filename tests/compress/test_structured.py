@@ -13,18 +13,25 @@ from tests.compress.test_compression import FAMILIES, logits
 from tests.compress.test_transformers import their_logits
 from tests.covering import sampled
 from tests.models.huggingface.reference import CASES as CONFIGS
-from tightfit.compress.narrowing import NarrowingJob, narrow
-from tightfit.compress.observation import layer_of
+from tightfit.compress.calibration.observation import layer_of
 from tightfit.compress.report import CompressionReport
-from tightfit.compress.structured import KeptShape, best_experts, block_influence, cut_layer, refit, routed_weight
+from tightfit.compress.structure.narrowing import NarrowingJob, narrow
+from tightfit.compress.structure.structured import (
+    KeptShape,
+    best_experts,
+    block_influence,
+    cut_layer,
+    refit,
+    routed_weight,
+)
 from tightfit.errors import UserError
-from tightfit.kernels.routed_mlp import Routing
+from tightfit.kernels.experts.routed_mlp import Routing
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 
 def cut(model: Path, out: Path, kept: KeptShape, text: Path, cache: Path) -> CompressionReport:
@@ -114,7 +121,7 @@ def test_refitting_loses_less_than_cutting(
 ) -> None:
     kept = KeptShape(mlp=96, heads=2)
     refitted = cut(tiny, tmp_path / "refitted", kept, text, token_cache)
-    monkeypatch.setattr("tightfit.compress.structured.refit", lambda weight, hessian, kept: weight[:, kept])
+    monkeypatch.setattr("tightfit.compress.structure.structured.refit", lambda weight, hessian, kept: weight[:, kept])
     plain = cut(tiny, tmp_path / "plain", kept, text, token_cache)
     for name, error in refitted.layers[0].errors.items():
         assert 0 < error < plain.layers[0].errors[name]
@@ -148,7 +155,7 @@ def test_killed_and_run_again(
             raise KeyboardInterrupt
         return cut_layer(model, index, *rest)
 
-    monkeypatch.setattr("tightfit.compress.narrowing.cut_layer", killed)
+    monkeypatch.setattr("tightfit.compress.structure.narrowing.cut_layer", killed)
     with pytest.raises(KeyboardInterrupt):
         cut(tiny, tmp_path / "small", kept, text, token_cache)
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from tests.compress.test_compression import FAMILIES, TOKENS, logits, run
 from tightfit.compress.recipe import recipe_of
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "compressed-tensors": ("gptq", {"bits": 4, "group": 32}, "compressed_tensors"),

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.compress.bit_choice import PLAIN_BITS, scheme_of, units
+from tightfit.compress.fit.bit_choice import PLAIN_BITS, scheme_of, units
 from tightfit.compress.memory import CHUNK_SHARE
-from tightfit.compress.scale_refit import nearest_fitted
+from tightfit.compress.rounding.scale_refit import nearest_fitted
 from tightfit.models.decoder import Decoder
 
 

@@ -17,7 +17,7 @@ from tests.distributed.training import GEMMA, GPT2, TIED, mesh_of
 from tests.train.models import TINY, TINY_ROUTED
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.attention import attention_eager
+from tightfit.kernels.attention.attention import attention_eager
 from tightfit.models.decoder import Decoder
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec, Rope

@@ -48,7 +48,7 @@ def judge(target: CheckTarget, chosen: tuple[int, ...] = ()) -> Verdict:
     mesh = mesh_of(target.layout)
     if always is None:
         return compare(target, mesh, torch.device("cpu"), steps=2 if target.spec.experts == CORRECTED.experts else 1)
-    with patch("tightfit.models.mlp.choose", always):
+    with patch("tightfit.models.layers.mlp.choose", always):
         return compare(target, mesh, torch.device("cpu"), steps=1)
 
 

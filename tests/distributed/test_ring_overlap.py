@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.distributed.group import Group
-from tightfit.kernels.partial_attention import attend_part, attend_part_backward
+from tightfit.kernels.attention.partial_attention import attend_part, attend_part_backward
 from tightfit.parallel import ring
 
 Make = Callable[[int], Group]

@@ -29,12 +29,12 @@ from tests.compress.conftest import SPEC, random_model
 from tests.distributed.group import PRELOADED
 from tests.models.test_tokenizer import CORPUS
 from tests.programs import run_main
-from tightfit.compress.fitting import fit_ledger
+from tightfit.compress.fit.fitting import fit_ledger
 from tightfit.hardware import machine
 from tightfit.launch.forked import start_server
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 
 LAYERS = 3
 DEEP = replace(SPEC, layers=LAYERS)

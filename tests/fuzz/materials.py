@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tests.plan.questions import planned
 from tests.train.jobs import tiny_job
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.sharded_weights import FOLDER, weights_of
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.initialisation import init_weights
 from tightfit.models.saving import write_model
-from tightfit.models.sharded_weights import FOLDER, weights_of
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, train_tokenizer
 
 SPEC = ModelSpec(
     family="llama",

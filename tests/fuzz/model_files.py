@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.fuzz.changing import changed_bytes, changed_value, dumped, nested, number, value, word
 from tests.fuzz.materials import CHAT, Materials
-from tightfit.models.chat_template import ChatTemplate
+from tightfit.models.files.sharded_weights import FOLDER, read_pieces, stored_tensors
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
@@ -18,8 +18,8 @@ from tightfit.models.gguf.model import load_gguf_tokenizer
 from tightfit.models.gguf.tokenizer import read_tokenizer
 from tightfit.models.loading import load_model
 from tightfit.models.resolve import resolve_spec
-from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors
-from tightfit.models.tokenizer import CHATML_TEMPLATE, load_tokenizer
+from tightfit.models.text.chat_template import ChatTemplate
+from tightfit.models.text.tokenizer import CHATML_TEMPLATE, load_tokenizer
 
 Case = Callable[[], object]
 PATTERNS = (
@@ -246,7 +246,7 @@ def piece_index(chance: random.Random, given: Materials, folder: Path) -> Case:
     def run() -> None:
         from tests.fuzz.materials import SPEC
         from tightfit.models.decoder import Decoder
-        from tightfit.models.sharded_weights import weights_of
+        from tightfit.models.files.sharded_weights import weights_of
 
         stored_tensors(folder / "step")
         read_pieces(weights_of(Decoder(SPEC)), folder / "step")
@@ -266,7 +266,7 @@ def piece(chance: random.Random, given: Materials, folder: Path) -> Case:
 
 def checksums(chance: random.Random, given: Materials, folder: Path) -> Case:
     """checksums.json."""
-    from tightfit.models.checksums import write_checksums
+    from tightfit.models.files.checksums import write_checksums
 
     target = _copied(given.model, folder)
     write_checksums(target)

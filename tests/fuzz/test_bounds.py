@@ -14,7 +14,7 @@ from tests.fuzz.lanes import run_cases
 from tests.fuzz.materials import CHAT, Materials
 from tightfit.errors import UserError
 from tightfit.models.gguf.tokenizer import read_tokenizer
-from tightfit.models.tokenizer import load_tokenizer
+from tightfit.models.text.tokenizer import load_tokenizer
 from tightfit.train.data.rows import read_rows
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.sources import Source

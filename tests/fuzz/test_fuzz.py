@@ -58,8 +58,8 @@ def test_what_is_unchanged_is_accepted(given: Materials) -> None:
     """Else refusing everything would pass."""
     from tightfit.jobs.load import parse_job
     from tightfit.memory.comparison import compare, read_ledger
+    from tightfit.models.files.sharded_weights import stored_tensors
     from tightfit.models.loading import load_model
-    from tightfit.models.sharded_weights import stored_tensors
     from tightfit.plan.plan import Plan
     from tightfit.train.checkpoints.directory import read_position
 

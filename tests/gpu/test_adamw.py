@@ -11,9 +11,9 @@ from tests.train.models import ragged_batch, tiny_model
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.adamw import Numbers, adamw
-from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
-from tightfit.kernels.adamw_list import adamw_list
+from tightfit.kernels.optimizer.adamw import Numbers, adamw
+from tightfit.kernels.optimizer.adamw8bit import adamw8bit, zero_moments
+from tightfit.kernels.optimizer.adamw_list import adamw_list
 from tightfit.kernels.triton_support import Impl
 from tightfit.train.assembly import assemble
 from tightfit.train.optimizer.adamw import MasterAdamW

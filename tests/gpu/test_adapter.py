@@ -18,7 +18,7 @@ from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder, Implementations
 from tightfit.models.huggingface.adapter import LowRank
 from tightfit.models.initialisation import init_weights
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.presets import preset
 from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.holding import hold_in_codes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.truth import assert_no_worse
-from tightfit.kernels.attention import AttentionMask, attention
+from tightfit.kernels.attention.attention import AttentionMask, attention
 
 CUDA = torch.device("cuda")
 LENGTH = 300

@@ -9,7 +9,7 @@ import torch
 from tests.models.huggingface.reference import pair
 from tests.serve.company import BASE, assert_company_changes_nothing
 from tightfit.errors import UserError
-from tightfit.kernels.top_k_top_p import cumulated
+from tightfit.kernels.decoding.top_k_top_p import cumulated
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec

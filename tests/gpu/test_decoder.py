@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.train.jobs import tiny_job
-from tightfit.kernels.attention import AttentionMask, attention
-from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
+from tightfit.kernels.attention.attention import AttentionMask, attention
+from tightfit.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset_names

@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.truth import assert_no_worse
 from tightfit.jobs.distill import Distill
-from tightfit.kernels.linear_distillation import (
+from tightfit.kernels.loss.linear_distillation import (
     DIVERGENCES,
     DistillationTerms,
     linear_distillation,

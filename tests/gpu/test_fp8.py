@@ -12,12 +12,12 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.fp8_codes import E4M3, E5M2, SharedInput, WeightCodes
-from tightfit.kernels.fp8_linear import fp8_linear
-from tightfit.kernels.fp8_matmul import fp8_matmul
-from tightfit.kernels.fp8_mlp import fp8_gated_mlp
-from tightfit.kernels.fp8_quantize import quantize, quantize_columns, quantize_rows
-from tightfit.kernels.gated_mlp import gated_mlp_eager
+from tightfit.kernels.fp8.fp8_codes import E4M3, E5M2, SharedInput, WeightCodes
+from tightfit.kernels.fp8.fp8_linear import fp8_linear
+from tightfit.kernels.fp8.fp8_matmul import fp8_matmul
+from tightfit.kernels.fp8.fp8_mlp import fp8_gated_mlp
+from tightfit.kernels.fp8.fp8_quantize import quantize, quantize_columns, quantize_rows
+from tightfit.kernels.mlp.gated_mlp import gated_mlp_eager
 from tightfit.train.assembly import assemble
 from tightfit.train.precision import LossScale
 from tightfit.train.step import train_step

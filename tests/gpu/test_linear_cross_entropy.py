@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.truth import assert_no_worse
-from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
+from tightfit.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 CUDA = torch.device("cuda")
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tests.kernels.truth import assert_no_worse
 from tightfit.jobs.layout import Layout
-from tightfit.kernels import partial_attention
-from tightfit.kernels.attention import AttentionMask, attention
-from tightfit.kernels.join_parts import join_
-from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
+from tightfit.kernels.attention import partial_attention
+from tightfit.kernels.attention.attention import AttentionMask, attention
+from tightfit.kernels.attention.join_parts import join_
+from tightfit.kernels.attention.partial_attention import Part, attend_part, attend_part_backward
 from tightfit.memory.simulation import fake_world
 from tightfit.parallel.mesh import context_group, make_mesh
 from tightfit.parallel.ring import ring_attention

@@ -11,8 +11,8 @@ from tests.kernels.test_quantized_linear import weights
 from tests.kernels.truth import assert_no_worse
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.recipe import recipe_of
-from tightfit.kernels.quantized_linear import quantized_linear, quantized_linear_eager
-from tightfit.kernels.rounded_linear import CODES, rounded_linear, rounded_linear_eager, rounded_values
+from tightfit.kernels.quantized.quantized_linear import quantized_linear, quantized_linear_eager
+from tightfit.kernels.quantized.rounded_linear import CODES, rounded_linear, rounded_linear_eager, rounded_values
 from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.ranges import fit_grid

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.compress.pruning import Sparsity, magnitude
-from tightfit.compress.semi_structured import is_two_of_four, use_sparse_products
+from tightfit.compress.structure.pruning import Sparsity, magnitude
+from tightfit.compress.structure.semi_structured import is_two_of_four, use_sparse_products
 from tightfit.models.decoder import Decoder
 from tightfit.models.spec import ModelSpec
 

@@ -17,13 +17,13 @@ from tests.models.huggingface.reference import pair
 from tests.serve import ways
 from tests.serve.compiling import compilations
 from tests.serve.test_families import expected, greedy
-from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
-from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
+from tightfit.kernels.decoding.decode_linear import decode_linear, decode_linear_eager
+from tightfit.kernels.decoding.paged_attention import paged_attention, paged_attention_eager
 from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.graphs.compiler import Compiler

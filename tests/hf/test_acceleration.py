@@ -197,6 +197,6 @@ def test_one_graph_with_our_rotary_inside() -> None:
     plain(**batch).loss.backward()
     torch.testing.assert_close(gradients(ours), gradients(plain), rtol=1e-4, atol=1e-5)
     traced = " ".join(str(node.meta.get("stack_trace")) for graph in graphs for node in graph.graph.nodes)
-    assert "tightfit/kernels/rope.py" in traced or "tightfit/hf/rotary.py" in traced
+    assert "tightfit/kernels/attention/rope.py" in traced or "tightfit/hf/rotary.py" in traced
     assert 'modeling_llama.py", line' in traced
     assert "rotate_half" not in traced

@@ -291,6 +291,6 @@ def test_whatever_computes_layers_again_keeps_no_features_and_goes_backward_once
 
 def test_fp8_needs_what_its_kernels_pad_to() -> None:
     """Said twice, as the rulebook must not import kernels."""
-    from tightfit.kernels.fp8_quantize import ALIGNED
+    from tightfit.kernels.fp8.fp8_quantize import ALIGNED
 
     assert FP8_MULTIPLE == ALIGNED

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tightfit.kernels.flash_attention import forward_kernel
-from tightfit.kernels.flash_attention_dkv import key_gradient_kernel
-from tightfit.kernels.flash_attention_dq import query_gradient_kernel
-from tightfit.kernels.flash_blocks import Blocks, Problem, passes
+from tightfit.kernels.attention.flash_attention import forward_kernel
+from tightfit.kernels.attention.flash_attention_dkv import key_gradient_kernel
+from tightfit.kernels.attention.flash_attention_dq import query_gradient_kernel
+from tightfit.kernels.attention.flash_blocks import Blocks, Problem, passes
 from tightfit.kernels.triton_support import triton
 
 HEAD = 32

@@ -17,38 +17,38 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import tightfit.kernels.adamw
-import tightfit.kernels.adamw8bit
-import tightfit.kernels.adamw_list
-import tightfit.kernels.clip_estimate
-import tightfit.kernels.decode_attention
-import tightfit.kernels.decode_linear
-import tightfit.kernels.few_rows
-import tightfit.kernels.flash_blocks
-import tightfit.kernels.fp8_mlp
-import tightfit.kernels.fp8_quantize
-import tightfit.kernels.fp8_rows
-import tightfit.kernels.fp8_vector
-import tightfit.kernels.gather_rows
-import tightfit.kernels.glu
-import tightfit.kernels.gradient_norm
-import tightfit.kernels.greedy
-import tightfit.kernels.join_parts
-import tightfit.kernels.low_rank_rows
-import tightfit.kernels.packed_blocks
-import tightfit.kernels.packed_rows
-import tightfit.kernels.packed_vector
-import tightfit.kernels.paged_attention
-import tightfit.kernels.paged_prefill
-import tightfit.kernels.quantized_linear
-import tightfit.kernels.rope
-import tightfit.kernels.rotate_store
-import tightfit.kernels.rounded_matmul
-import tightfit.kernels.routed_mlp
-import tightfit.kernels.row_norm
-import tightfit.kernels.split_sum
-import tightfit.kernels.spqr_linear
-import tightfit.kernels.top_k_top_p
+import tightfit.kernels.attention.flash_blocks
+import tightfit.kernels.attention.join_parts
+import tightfit.kernels.attention.rope
+import tightfit.kernels.decoding.decode_attention
+import tightfit.kernels.decoding.decode_linear
+import tightfit.kernels.decoding.few_rows
+import tightfit.kernels.decoding.greedy
+import tightfit.kernels.decoding.low_rank_rows
+import tightfit.kernels.decoding.paged_attention
+import tightfit.kernels.decoding.paged_prefill
+import tightfit.kernels.decoding.rotate_store
+import tightfit.kernels.decoding.top_k_top_p
+import tightfit.kernels.experts.gather_rows
+import tightfit.kernels.experts.routed_mlp
+import tightfit.kernels.fp8.fp8_mlp
+import tightfit.kernels.fp8.fp8_quantize
+import tightfit.kernels.loss.split_sum
+import tightfit.kernels.mlp.glu
+import tightfit.kernels.norm.row_norm
+import tightfit.kernels.optimizer.adamw
+import tightfit.kernels.optimizer.adamw8bit
+import tightfit.kernels.optimizer.adamw_list
+import tightfit.kernels.optimizer.clip_estimate
+import tightfit.kernels.optimizer.gradient_norm
+import tightfit.kernels.quantized.fp8_rows
+import tightfit.kernels.quantized.fp8_vector
+import tightfit.kernels.quantized.packed_blocks
+import tightfit.kernels.quantized.packed_rows
+import tightfit.kernels.quantized.packed_vector
+import tightfit.kernels.quantized.quantized_linear
+import tightfit.kernels.quantized.rounded_matmul
+import tightfit.kernels.quantized.spqr_linear
 from tests.kernels.compiling import compile_flash_attention
 from tests.kernels.test_spqr_linear import weights as spqr_weights
 from tightfit.kernels.triton_support import triton
@@ -136,7 +136,7 @@ def launch_everything(card: Card) -> None:
     for bias, residual, centred in card.some((None, None, False), (weight, x, True)):
         _, _, stats = ops.row_norm(x, weight, bias, residual, 1e-6, 0.0, centred, card.capability >= 90)
         ops.row_norm_backward(x, residual, x, weight, stats, 0.0, 2 if centred else 1)
-    for activation in card.some(*tightfit.kernels.glu.ACTIVATIONS):
+    for activation in card.some(*tightfit.kernels.mlp.glu.ACTIVATIONS):
         ops.glu_backward(x, x, x, activation)
     ops.glu(x, None, "relu2", False)
     rows = torch.zeros(len(x), 2, dtype=torch.long)
@@ -149,8 +149,8 @@ def launch_everything(card: Card) -> None:
         ops.rope(q, k, table, table, interleaved, True)
     logs = torch.ones(q.shape[:3])
     for joined in card.some((q, q, q.float(), (logs, logs)), (q.float(), q, q, None)):
-        tightfit.kernels.join_parts._launch(*joined)
-    sums = tightfit.kernels.split_sum.SplitSum(x)
+        tightfit.kernels.attention.join_parts._launch(*joined)
+    sums = tightfit.kernels.loss.split_sum.SplitSum(x)
     for sums.is_empty in card.some(True, False):
         sums.add(0, x.float())
     sums.rounded(torch.ones(1), in_place=True)
@@ -159,21 +159,21 @@ def launch_everything(card: Card) -> None:
 
 def launch_updates(card: Card, x: Tensor) -> None:
     """AdamW over float32 masters with a narrow copy, over narrow weights rounded stochastically, and over lists."""
-    m, m_scale, v, v_scale = tightfit.kernels.adamw8bit.zero_moments(x)
+    m, m_scale, v, v_scale = tightfit.kernels.optimizer.adamw8bit.zero_moments(x)
     for weight, copy, factor, key in card.some((x.float(), x, torch.ones(()), None), (x, None, None, 2**31 + 1)):
-        numbers = tightfit.kernels.adamw.Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1, key)
-        tightfit.kernels.adamw._launch(weight, copy, x, x.float(), x, factor, numbers)
-        tightfit.kernels.adamw8bit._launch(weight, copy, x, m, m_scale, v, v_scale, factor, numbers)
+        numbers = tightfit.kernels.optimizer.adamw.Numbers(1e-3, 0.9, 0.95, 1e-8, 0.1, 1, key)
+        tightfit.kernels.optimizer.adamw._launch(weight, copy, x, x.float(), x, factor, numbers)
+        tightfit.kernels.optimizer.adamw8bit._launch(weight, copy, x, m, m_scale, v, v_scale, factor, numbers)
     for tensor in card.some(x, x.float()[:, 1:].contiguous()):
-        tightfit.kernels.adamw_list._launch(([tensor],) * 4, None, numbers)
-        tightfit.kernels.gradient_norm._launch([tensor])
+        tightfit.kernels.optimizer.adamw_list._launch(([tensor],) * 4, None, numbers)
+        tightfit.kernels.optimizer.gradient_norm._launch([tensor])
     pair = torch.ones(2)
-    tightfit.kernels.clip_estimate._launch(torch.ones(2, 9), 3, pair, pair, 1.0)
+    tightfit.kernels.optimizer.clip_estimate._launch(torch.ones(2, 9), 3, pair, pair, 1.0)
 
 
 def launch_codes(x: Tensor) -> None:
     """What fp8 matmuls launch beside their products, on cards that have them."""
-    fp8, mlp = tightfit.kernels.fp8_quantize, tightfit.kernels.fp8_mlp
+    fp8, mlp = tightfit.kernels.fp8.fp8_quantize, tightfit.kernels.fp8.fp8_mlp
     for dtype in fp8.LARGEST:
         fp8._launch(x, None, dtype, True, True)
     fp8._launch_rows(x)
@@ -186,8 +186,8 @@ def launch_codes(x: Tensor) -> None:
 def launch_coded_products(dtype: torch.dtype) -> None:
     """Products with a weight of 8-bit floats or integers, of one token, of several and of many; of 16 bits, of some."""
     codes, scale, x = torch.ones(64, 512).to(torch.float8_e4m3fn), torch.ones(64), torch.ones(3, 512, dtype=dtype)
-    tightfit.kernels.fp8_vector.fp8_vector(x[:1], codes, scale, norm=x[0], activation="silu", overlap=True)
-    rows = tightfit.kernels.fp8_rows
+    tightfit.kernels.quantized.fp8_vector.fp8_vector(x[:1], codes, scale, norm=x[0], activation="silu", overlap=True)
+    rows = tightfit.kernels.quantized.fp8_rows
     for split in (1, 2):
         rows.fp8_rows(
             x, codes, scale, rows.Fp8Tile(block_m=16, block_n=64, block_k=128, split=split, stages=4, warps=4)
@@ -196,8 +196,8 @@ def launch_coded_products(dtype: torch.dtype) -> None:
     few, wide = torch.ones(17, 512, dtype=dtype), torch.ones(256, 512, dtype=dtype)
     activations: tuple[Activation | Literal[""], ...] = ("silu", "")
     for activation in activations:
-        tightfit.kernels.few_rows.few_rows(few, wide, few[0, :256], activation, overlap=True)
-    rounded = tightfit.kernels.rounded_matmul
+        tightfit.kernels.decoding.few_rows.few_rows(few, wide, few[0, :256], activation, overlap=True)
+    rounded = tightfit.kernels.quantized.rounded_matmul
     for kind, tokens, known in (
         (torch.int8, 3, None),
         (torch.int8, 200, scale[:1]),
@@ -212,7 +212,7 @@ def launch_coded_products(dtype: torch.dtype) -> None:
 
 def launch_packed_blocks(dtype: torch.dtype) -> None:
     """Scales of the dtype of x and others, applied in either place, alone and beside others that share the inputs."""
-    blocks, x = tightfit.kernels.packed_blocks, torch.ones(17, 256, dtype=dtype)
+    blocks, x = tightfit.kernels.quantized.packed_blocks, torch.ones(17, 256, dtype=dtype)
     words, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(2, 256, dtype=torch.float16).t()
     zero = scale.to(torch.uint8)
     places: tuple[tuple[Literal["sums", "weights"], int, Tensor], ...]
@@ -226,11 +226,13 @@ def launch_packed_products(card: Card) -> None:
     """Products with packed weights: of one token, of several, of some, and the weight expanded for many."""
     dtype, overlap = card.narrow, card.capability >= 90
     packed, scale = torch.ones(256, 32, dtype=torch.int32), torch.ones(256, 2, dtype=torch.float16)
-    cut = tightfit.kernels.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
-    tightfit.kernels.quantized_linear.launch_some(torch.ones(17, 256, dtype=dtype), packed, scale, None, 4, 128, cut)
+    cut = tightfit.kernels.quantized.quantized_linear.Tiles(block_m=16, block_n=128, split=2, stages=3, warps=4)
+    tightfit.kernels.quantized.quantized_linear.launch_some(
+        torch.ones(17, 256, dtype=dtype), packed, scale, None, 4, 128, cut
+    )
     for zero in card.some(None, scale):
-        tightfit.kernels.quantized_linear._run_expand(packed, scale, zero, 4, 128, dtype)
-    rows, few = tightfit.kernels.packed_rows, torch.ones(3, 256, dtype=dtype)
+        tightfit.kernels.quantized.quantized_linear._run_expand(packed, scale, zero, 4, 128, dtype)
+    rows, few = tightfit.kernels.quantized.packed_rows, torch.ones(3, 256, dtype=dtype)
     share = rows.RowTiles(block_n=32, parts=2, stages=3)
     if card.capability == 90:
         launch_packed_blocks(dtype)
@@ -240,13 +242,15 @@ def launch_packed_products(card: Card) -> None:
     one, bias = torch.ones(1, 256, dtype=dtype), packed[:, 0].to(dtype)
     around: Parts = {"zero": scale, "norm": one[0], "bias": bias, "activation": "silu"}
     for parts in card.some({"zero": None, "residual": one}, around):
-        tightfit.kernels.packed_vector.packed_vector(one, packed, scale, bits=4, group=128, **parts, overlap=overlap)
+        tightfit.kernels.quantized.packed_vector.packed_vector(
+            one, packed, scale, bits=4, group=128, **parts, overlap=overlap
+        )
     launch_outliers(card)
 
 
 def launch_outliers(card: Card) -> None:
     """Products with SpQR's weights of one token and of several, and the weight expanded for many."""
-    spqr, (weight, _) = tightfit.kernels.spqr_linear, spqr_weights(512, 64, 3)
+    spqr, (weight, _) = tightfit.kernels.quantized.spqr_linear, spqr_weights(512, 64, 3)
     for rows, block_n in card.some((1, 16), (16, 32)):
         cut = spqr.SpqrTiles(block_n=block_n, parts=2, stages=1)
         spqr.launch_spqr_rows(torch.ones(rows, 512, dtype=card.narrow), weight, cut)
@@ -255,7 +259,7 @@ def launch_outliers(card: Card) -> None:
 
 def launch_adapters(card: Card) -> None:
     """What requests' adapters add to a product, of one rank or of several."""
-    rows = tightfit.kernels.low_rank_rows
+    rows = tightfit.kernels.decoding.low_rank_rows
     x, y = torch.ones(3, 64, dtype=card.narrow), torch.ones(3, 128, dtype=card.narrow)
     for ranks in card.some((8, 8), (4, 16)):
         pairs = [[(x[:1].repeat(rank, 1), y[0, :, None].repeat(1, rank))] for rank in ranks]
@@ -268,7 +272,7 @@ def launch_cuts(card: Card) -> None:
     """What cuts a distribution, by either setting or by both."""
     chances, column = torch.ones(2, 999), torch.ones(2, 1)
     for settings in card.some((column, None), (None, column), (column, column)):
-        tightfit.kernels.top_k_top_p._launch(chances, *settings)
+        tightfit.kernels.decoding.top_k_top_p._launch(chances, *settings)
 
 
 def launch_decoding(card: Card) -> None:
@@ -277,7 +281,7 @@ def launch_decoding(card: Card) -> None:
     launch_packed_products(card)
     launch_adapters(card)
     launch_cuts(card)
-    decode = tightfit.kernels.decode_linear
+    decode = tightfit.kernels.decoding.decode_linear
     weight, norm = torch.ones(256, 128, dtype=dtype), torch.ones(128, dtype=dtype)
     cache, tables = torch.ones(4, 16, 2, 64, dtype=dtype), torch.ones(3, 4, dtype=torch.int32)
     numbers, half = torch.ones(3, dtype=torch.int64), torch.ones(8, 32, dtype=dtype)
@@ -288,10 +292,10 @@ def launch_decoding(card: Card) -> None:
         decode.decode_linear(x, weight, **parts, overlap=overlap)
     qkv, counters = torch.ones(3, 8 * 64, dtype=dtype), torch.zeros(8, dtype=torch.int32)
     for weights in card.some((None, None), (cache[0, 0, 0], cache[0, 0, 0])):
-        tightfit.kernels.rotate_store.rotate_store(
+        tightfit.kernels.decoding.rotate_store.rotate_store(
             qkv, cache, cache, numbers, numbers, half, half, heads=4, q_norm=weights[0], k_norm=weights[1]
         )
-    tightfit.kernels.decode_attention.decode_attention(
+    tightfit.kernels.decoding.decode_attention.decode_attention(
         qkv,
         cache,
         cache,
@@ -309,17 +313,17 @@ def launch_decoding(card: Card) -> None:
         splits=4,
         overlap=overlap,
     )
-    blocks = tightfit.kernels.flash_blocks.Blocks(64, 32, 4, 1)
+    blocks = tightfit.kernels.attention.flash_blocks.Blocks(64, 32, 4, 1)
     query, tiles = qkv[:, :256].view(3, 4, 64), torch.ones(2, 4, dtype=torch.int32)
     sinks = query[0, :, 0].contiguous()
     for own_sinks in card.some(None, sinks):
-        tightfit.kernels.paged_prefill.paged_prefill(
+        tightfit.kernels.decoding.paged_prefill.paged_prefill(
             query, cache, cache, tables, tiles, query, scale=1.0, window=9, sinks=own_sinks, blocks=blocks
         )
-    tightfit.kernels.greedy.launch(qkv, numbers, numbers, counters)
+    tightfit.kernels.decoding.greedy.launch(qkv, numbers, numbers, counters)
     sunk: Parts = {"splits": 4, "sinks": sinks}
     for parts in card.some(sunk, {"splits": 4, "softcap": 2.0}, {"splits": 1, "softcap": 2.0}):
-        tightfit.kernels.paged_attention.paged_attention(
+        tightfit.kernels.decoding.paged_attention.paged_attention(
             query, cache, cache, tables, numbers, scale=1.0, window=9, **parts
         )
 

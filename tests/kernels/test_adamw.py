@@ -9,9 +9,9 @@ from torch import Tensor
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, HAS_GPU, error
 from tightfit.jobs.state_format import BLOCK_8BIT
-from tightfit.kernels.adamw import Numbers, adamw, updated_weight
-from tightfit.kernels.adamw8bit import WIDTH, adamw8bit, dequantized, quantize_into, zero_moments
-from tightfit.kernels.stochastic_rounding import key_of
+from tightfit.kernels.optimizer.adamw import Numbers, adamw, updated_weight
+from tightfit.kernels.optimizer.adamw8bit import WIDTH, adamw8bit, dequantized, quantize_into, zero_moments
+from tightfit.kernels.optimizer.stochastic_rounding import key_of
 
 IMPLS = ["torch", "triton"]
 NARROW = torch.bfloat16 if HAS_GPU else torch.float16  # the interpreter gets bfloat16 wrong

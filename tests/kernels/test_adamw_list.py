@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.truth import DEVICE, DTYPES, error
-from tightfit.kernels import adamw_list as module
-from tightfit.kernels.adamw import Numbers, adamw
-from tightfit.kernels.adamw_list import adamw_list
-from tightfit.kernels.gradient_norm import gradient_norm
+from tightfit.kernels.optimizer import adamw_list as module
+from tightfit.kernels.optimizer.adamw import Numbers, adamw
+from tightfit.kernels.optimizer.adamw_list import adamw_list
+from tightfit.kernels.optimizer.gradient_norm import gradient_norm
 from tightfit.kernels.tensor_table import CHUNK
 from tightfit.kernels.triton_support import Impl
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tightfit.errors import UserError
-from tightfit.kernels import attention as module
-from tightfit.kernels.attention import AttentionMask, attention, attention_backend, attention_eager
+from tightfit.kernels.attention import attention as module
+from tightfit.kernels.attention.attention import AttentionMask, attention, attention_backend, attention_eager
 
 CPU = torch.device("cpu")
 

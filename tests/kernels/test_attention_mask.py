@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.attention_mask import AttentionMask
+from tightfit.kernels.attention.attention_mask import AttentionMask
 
 CPU = torch.device("cpu")
 

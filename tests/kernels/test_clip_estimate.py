@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.clip_estimate import CLIP_EPSILON, TRUST, clip_estimate, trusted_totals
+from tightfit.kernels.optimizer.clip_estimate import CLIP_EPSILON, TRUST, clip_estimate, trusted_totals
 from tightfit.kernels.triton_support import Impl
 
 IMPLS: tuple[Impl, ...] = ("torch", "triton")

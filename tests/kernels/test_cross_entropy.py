@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.cross_entropy import cross_entropy
+from tightfit.kernels.loss.cross_entropy import cross_entropy
 
 OPTIONS = {
     "plain": {},

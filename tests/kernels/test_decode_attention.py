@@ -7,7 +7,7 @@ import torch
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.decode_attention import decode_attention, decode_attention_eager
+from tightfit.kernels.decoding.decode_attention import decode_attention, decode_attention_eager
 
 
 @sampled(6)

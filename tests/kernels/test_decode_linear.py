@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
+from tightfit.kernels.decoding.decode_linear import decode_linear, decode_linear_eager
 
 CASES: list[dict[str, Any]] = [
     {},

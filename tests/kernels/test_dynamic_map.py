@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded, table
+from tightfit.kernels.optimizer.dynamic_map import SIGNED, UNSIGNED, decode, decoded, encode, encoded, table
 from tightfit.kernels.triton_support import tl, triton
 
 BOTH = pytest.mark.parametrize("decades", [SIGNED, UNSIGNED])

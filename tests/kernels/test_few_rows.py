@@ -5,7 +5,7 @@ import torch
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse
-from tightfit.kernels.few_rows import LEAST_OUTPUTS, MOST_ROWS, few_rows, few_rows_eager, takes_few_rows
+from tightfit.kernels.decoding.few_rows import LEAST_OUTPUTS, MOST_ROWS, few_rows, few_rows_eager, takes_few_rows
 from tightfit.kernels.overlap import can_overlap
 from tightfit.kernels.triton_support import is_interpreted
 from tightfit.models.spec import Activation
@@ -54,11 +54,11 @@ def test_cuda_libraries_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU all of it, so this is asked as on a card of the kind."""
     x, weight, _ = numbers(MOST_ROWS, LEAST_OUTPUTS, 32, torch.float16)
     assert takes_few_rows(x, weight) == x.is_cuda
-    monkeypatch.setattr("tightfit.kernels.few_rows.use_triton", lambda impl, x: True)
-    monkeypatch.setattr("tightfit.kernels.few_rows.can_overlap", lambda device: True)
+    monkeypatch.setattr("tightfit.kernels.decoding.few_rows.use_triton", lambda impl, x: True)
+    monkeypatch.setattr("tightfit.kernels.decoding.few_rows.can_overlap", lambda device: True)
     assert takes_few_rows(x, weight)
     with monkeypatch.context() as smaller:
-        smaller.setattr("tightfit.kernels.few_rows.has_room", lambda device: False)
+        smaller.setattr("tightfit.kernels.decoding.few_rows.has_room", lambda device: False)
         assert not takes_few_rows(x, weight)
     assert not takes_few_rows(x, weight[1:])
     assert not takes_few_rows(x[:1], weight)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.attention import AttentionMask, attention
-from tightfit.kernels.flash_attention import flash_attention
+from tightfit.kernels.attention.attention import AttentionMask, attention
+from tightfit.kernels.attention.flash_attention import flash_attention
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "causal": {},

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.fp8_matmul import fp8_matmul
-from tightfit.kernels.fp8_quantize import LARGEST, quantize, quantize_columns, quantize_rows
+from tightfit.kernels.fp8.fp8_matmul import fp8_matmul
+from tightfit.kernels.fp8.fp8_quantize import LARGEST, quantize, quantize_columns, quantize_rows
 
 SHAPES = [(1, 16), (37, 75), (130, 70), (16, 300)]
 DTYPES = list(LARGEST)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from tightfit import kernels
-from tightfit.kernels.decode_linear import decode_linear, decode_linear_eager
-from tightfit.kernels.fp8_codes import WeightCodes
-from tightfit.kernels.fp8_mlp import fp8_gated_mlp
-from tightfit.kernels.fp8_vector import fp8_vector
-from tightfit.kernels.gated_mlp import gated_mlp
-from tightfit.kernels.glu import glu_eager
-from tightfit.kernels.packed_rows import launch_packed_rows, row_tiles_for
-from tightfit.kernels.packed_vector import packed_vector
+from tightfit.kernels.decoding.decode_linear import decode_linear, decode_linear_eager
+from tightfit.kernels.fp8.fp8_codes import WeightCodes
+from tightfit.kernels.fp8.fp8_mlp import fp8_gated_mlp
+from tightfit.kernels.mlp.gated_mlp import gated_mlp
+from tightfit.kernels.mlp.glu import glu_eager
+from tightfit.kernels.quantized.fp8_vector import fp8_vector
+from tightfit.kernels.quantized.packed_rows import launch_packed_rows, row_tiles_for
+from tightfit.kernels.quantized.packed_vector import packed_vector
 from tightfit.models.spec import Activation
 
 CLAMPED: Activation = "swiglu_clamped"
@@ -62,11 +62,11 @@ def test_kernels_that_leave_up_as_it_is_refuse_what_changes_it(name: str) -> Non
 
 def test_these_are_all_kernels_that_leave_up_as_it_is() -> None:
     found = set()
-    for path in Path(kernels.__file__).parent.glob("*.py"):
+    for path in Path(kernels.__file__).parent.rglob("*.py"):
         lines = path.read_text(encoding="utf-8").splitlines()
         if any("= activated(" in line for line in lines) and not any("= factored(" in line for line in lines):
             found.add(path.stem)
-        if "from tightfit.kernels.vector_end import" in "\n".join(lines):
+        if "from tightfit.kernels.quantized.vector_end import" in "\n".join(lines):
             found.add(path.stem)
     assert found - {"vector_end"} == FUSED.keys()
 

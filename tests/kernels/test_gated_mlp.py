@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
-from tightfit.kernels.gated_mlp import can_fuse, gated_mlp, gated_mlp_eager
-from tightfit.models.mlp import Mlp
+from tightfit.kernels.mlp.gated_mlp import can_fuse, gated_mlp, gated_mlp_eager
+from tightfit.models.layers.mlp import Mlp
 from tightfit.models.presets import preset
 
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2"]

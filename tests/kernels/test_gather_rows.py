@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.truth import DEVICE, DTYPES
-from tightfit.kernels.gather_rows import gather_rows
+from tightfit.kernels.experts.gather_rows import gather_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

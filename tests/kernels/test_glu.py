@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
-from tightfit.kernels.glu import ACTIVATIONS, glu, glu_eager, relu2
+from tightfit.kernels.mlp.glu import ACTIVATIONS, glu, glu_eager, relu2
 
 SHAPES = [(1, 1), (3, 5, 7), (2, 2100), (4, 1024)]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.greedy import CHUNK, choose_greedily
+from tightfit.kernels.decoding.greedy import CHUNK, choose_greedily
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

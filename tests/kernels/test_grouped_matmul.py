@@ -9,7 +9,12 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.grouped_matmul import grouped_matmul, grouped_matmul_eager, grouped_outer, grouped_outer_eager
+from tightfit.kernels.experts.grouped_matmul import (
+    grouped_matmul,
+    grouped_matmul_eager,
+    grouped_outer,
+    grouped_outer_eager,
+)
 
 COUNTS = [[5, 0, 17, 40], [0, 0, 3], [33, 0], [1, 1, 1]]
 """Rows of each group: empty ones, one that has all, one row each."""

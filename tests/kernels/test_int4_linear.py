@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.covering import covering, thorough
-from tightfit.kernels.int4_linear import (
+from tightfit.kernels.quantized.int4_linear import (
     GROUPS,
     code_order,
     int4_linear,
@@ -94,7 +94,7 @@ def test_on_another_cpu(capability: str, takes: bool) -> None:
     """Whose order of codes is another, or which has no fast product."""
     code = (
         "import torch\n"
-        "from tightfit.kernels.int4_linear import *\n"
+        "from tightfit.kernels.quantized.int4_linear import *\n"
         "codes = torch.randint(0, 16, (128, 64), dtype=torch.uint8)\n"
         "scales, x = int4_scales(torch.rand(128, 2), None), torch.randn(3, 64)\n"
         "print(code_order() is not None)\n"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.join_parts import add_rows, join_
+from tightfit.kernels.attention.join_parts import add_rows, join_
 
 B, HEADS, T, D = 2, 3, 37, 24
 DTYPES = [

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways, error
-from tightfit.kernels.layer_norm import layer_norm, layer_norm_eager
+from tightfit.kernels.norm.layer_norm import layer_norm, layer_norm_eager
 
 EPS = 0.1
 SHAPES = [(7, 2), (3, 1, 33), (30, 64), (3, 2055 if HAS_GPU else 1030)]

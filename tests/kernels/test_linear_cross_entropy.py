@@ -12,18 +12,18 @@ from torch.utils.checkpoint import checkpoint
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, error
 from tightfit.errors import UserError
-from tightfit.kernels import linear_cross_entropy as module
-from tightfit.kernels.linear_cross_entropy import (
+from tightfit.kernels.loss import linear_cross_entropy as module
+from tightfit.kernels.loss.linear_cross_entropy import (
     IGNORE,
     LossDetails,
     linear_cross_entropy,
     linear_cross_entropy_eager,
     rows_at_a_time,
 )
-from tightfit.kernels.logit_chunks import read_chunks
-from tightfit.kernels.logit_rows import IGNORED
+from tightfit.kernels.loss.logit_chunks import read_chunks
+from tightfit.kernels.loss.logit_rows import IGNORED
+from tightfit.kernels.loss.sharded_weight import Projection
 from tightfit.kernels.scaled_copy import scaled_copy
-from tightfit.kernels.sharded_weight import Projection
 from tightfit.levers.policy.loss_chunks import ALIGNMENT, chunk_rows
 
 ROWS, HIDDEN, VOCAB = 11, 9, 37

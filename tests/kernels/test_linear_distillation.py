@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.linear_cross_entropy import linear_cross_entropy
-from tightfit.kernels.linear_distillation import (
+from tightfit.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from tightfit.kernels.loss.linear_distillation import (
     DIVERGENCES,
     DistillationTerms,
     linear_distillation,

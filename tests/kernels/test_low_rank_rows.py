@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.low_rank_rows import LowRankRows, Pair, low_rank_rows, low_rank_rows_eager
+from tightfit.kernels.decoding.low_rank_rows import LowRankRows, Pair, low_rank_rows, low_rank_rows_eager
 
 ADAPTER_OF = [1, -1, 0, 2, 2, -1, 0]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.test_quantized_linear import weights
 from tests.kernels.truth import DEVICE, HAS_GPU, assert_no_worse, error
-from tightfit.kernels.decode_linear import decode_linear_eager
-from tightfit.kernels.fp8_rows import expand_fp8, fp8_rows
-from tightfit.kernels.fp8_vector import fp8_vector
-from tightfit.kernels.packed_vector import packed_vector, takes_vector
-from tightfit.kernels.quantized_linear import expanded_eager
+from tightfit.kernels.decoding.decode_linear import decode_linear_eager
+from tightfit.kernels.quantized.fp8_rows import expand_fp8, fp8_rows
+from tightfit.kernels.quantized.fp8_vector import fp8_vector
+from tightfit.kernels.quantized.packed_vector import packed_vector, takes_vector
+from tightfit.kernels.quantized.quantized_linear import expanded_eager
 
 DTYPES = [torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 AROUND: list[dict[str, Any]] = [

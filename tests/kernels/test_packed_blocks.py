@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.packed_blocks import (
+from tightfit.kernels.quantized.packed_blocks import (
     Blocks,
     Scaled,
     blocks_for,
@@ -15,9 +15,9 @@ from tightfit.kernels.packed_blocks import (
     packed_blocks,
     takes_blocks,
 )
-from tightfit.kernels.packed_rows import by_group
-from tightfit.kernels.packing import pack_tiles
-from tightfit.kernels.quantized_linear import quantized_linear_eager
+from tightfit.kernels.quantized.packed_rows import by_group
+from tightfit.kernels.quantized.packing import pack_tiles
+from tightfit.kernels.quantized.quantized_linear import quantized_linear_eager
 from tightfit.kernels.triton_support import is_interpreted
 
 if not is_hopper(DEVICE):

@@ -7,7 +7,7 @@ import torch
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
+from tightfit.kernels.decoding.paged_attention import paged_attention, paged_attention_eager
 
 
 @sampled(5)

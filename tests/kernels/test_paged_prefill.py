@@ -7,7 +7,7 @@ import torch
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.paged_prefill import Rows, paged_prefill, paged_prefill_eager, query_tiles, tile_rows
+from tightfit.kernels.decoding.paged_prefill import Rows, paged_prefill, paged_prefill_eager, query_tiles, tile_rows
 
 PIECES = [Rows(2, 1, 0), Rows(3, 37, 0), Rows(40, 5, 19), Rows(45, 33, 64), Rows(78, 16, 16)]
 

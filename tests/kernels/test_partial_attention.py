@@ -6,12 +6,12 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.attention import attention_eager
-from tightfit.kernels.flash_attention import attend, like_rows
-from tightfit.kernels.flash_attention_backward import attend_backward
-from tightfit.kernels.flash_blocks import capability, passes
-from tightfit.kernels.join_parts import join_
-from tightfit.kernels.partial_attention import (
+from tightfit.kernels.attention.attention import attention_eager
+from tightfit.kernels.attention.flash_attention import attend, like_rows
+from tightfit.kernels.attention.flash_attention_backward import attend_backward
+from tightfit.kernels.attention.flash_blocks import capability, passes
+from tightfit.kernels.attention.join_parts import join_
+from tightfit.kernels.attention.partial_attention import (
     LN2,
     Part,
     attend_part,

@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack, pack_tiles
-from tightfit.kernels.quantized_linear import expanded_eager, quantized_linear, quantized_linear_eager
+from tightfit.kernels.quantized.packing import pack, pack_tiles
+from tightfit.kernels.quantized.quantized_linear import expanded_eager, quantized_linear, quantized_linear_eager
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways
 from tightfit.errors import UserError
-from tightfit.kernels.rms_norm import rms_norm, rms_norm_eager
+from tightfit.kernels.norm.rms_norm import rms_norm, rms_norm_eager
 
 EPS = 0.1  # large enough that the gradient of a row of one element is not all rounding
 # One element, odd widths, powers of two, rows that share a program, that leave a remainder and that have it alone.

@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.covering import covering, sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, both_ways
 from tightfit.errors import UserError
-from tightfit.kernels.rope import rope, rope_eager
-from tightfit.models.rope import tables
+from tightfit.kernels.attention.rope import rope, rope_eager
+from tightfit.models.layers.rope import tables
 from tightfit.models.spec import Rope
 
 # B, heads, kv_heads, T, head size, rotated size

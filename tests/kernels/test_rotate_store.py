@@ -5,7 +5,7 @@ import torch
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.rotate_store import rotate_store, rotate_store_eager
+from tightfit.kernels.decoding.rotate_store import rotate_store, rotate_store_eager
 
 
 @sampled(4)

@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, error
 from tightfit.errors import UserError
-from tightfit.kernels.glu import glu_eager
-from tightfit.kernels.rounded_linear import rounded_linear, rounded_linear_eager, rounded_rows
-from tightfit.kernels.rounded_matmul import RoundedTile, multiply_few, narrow_tile, round_rows
+from tightfit.kernels.mlp.glu import glu_eager
+from tightfit.kernels.quantized.rounded_linear import rounded_linear, rounded_linear_eager, rounded_rows
+from tightfit.kernels.quantized.rounded_matmul import RoundedTile, multiply_few, narrow_tile, round_rows
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse, both_ways
 from tightfit.errors import UserError
+from tightfit.kernels.experts.routed_mlp import route, routed_mlp, routed_mlp_eager
 from tightfit.kernels.recomputation import result_unwanted
-from tightfit.kernels.routed_mlp import route, routed_mlp, routed_mlp_eager
 
 TOKENS, SIZE, WIDTH, EXPERTS, PER_TOKEN = 331 if HAS_GPU else 13, 24, 40, 4, 2
 """On a GPU enough tokens for their mean error to say something; the interpreter is slow."""

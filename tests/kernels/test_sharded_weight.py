@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.distributed.group import Group
 from tests.kernels.truth import HAS_GPU
 from tightfit.errors import UserError
-from tightfit.kernels.linear_cross_entropy import IGNORE, LossDetails, linear_cross_entropy
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE, LossDetails, linear_cross_entropy
 
 PROCESSES, ROWS, HIDDEN, VOCAB = 2, 12, 5, 19
 """An odd vocabulary: ten rows of the weight here, nine there."""

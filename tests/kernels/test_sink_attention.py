@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.kernels.truth import DEVICE, DTYPES, both_ways, error
-from tightfit.kernels.attention_mask import AttentionMask
-from tightfit.kernels.sink_attention import sink_attention, sink_attention_eager
+from tightfit.kernels.attention.attention_mask import AttentionMask
+from tightfit.kernels.attention.sink_attention import sink_attention, sink_attention_eager
 
 ROWS, TOKENS, KV_HEADS, GROUP, SIZE = 2, 40, 2, 3, 16
 DOCUMENTS = torch.tensor([[0] * 17 + [1] * 23, [0] * 40], dtype=torch.int32, device=DEVICE)

@@ -3,7 +3,7 @@
 import torch
 
 from tests.kernels.truth import DEVICE, error
-from tightfit.kernels.split_sum import SplitSum
+from tightfit.kernels.loss.split_sum import SplitSum
 
 
 def summed(products: list[torch.Tensor]) -> SplitSum:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
-from tightfit.kernels.spqr_layout import (
+from tightfit.kernels.quantized.spqr_layout import (
     BITS,
     SpqrTensors,
     arrange_codes,
@@ -20,7 +20,7 @@ from tightfit.kernels.spqr_layout import (
     scales_of,
     statistics_of,
 )
-from tightfit.kernels.spqr_linear import expanded_spqr, expanded_spqr_eager, spqr_linear, spqr_linear_eager
+from tightfit.kernels.quantized.spqr_linear import expanded_spqr, expanded_spqr_eager, spqr_linear, spqr_linear_eager
 
 SHAPES = [(1, 256, 32), (3, 512, 64), (16, 768, 32), (17, 256, 32)]
 """Rows, inputs, outputs: an odd number of tiles and of programs among them; the last is expanded first."""

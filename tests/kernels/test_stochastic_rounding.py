@@ -3,7 +3,7 @@
 import torch
 
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.stochastic_rounding import key_of, rounded, stochastic
+from tightfit.kernels.optimizer.stochastic_rounding import key_of, rounded, stochastic
 from tightfit.kernels.triton_support import tl, triton
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.truth import DEVICE
-from tightfit.kernels.top_k_top_p import BLOCK, FIRST_LOOK, top_k_top_p
+from tightfit.kernels.decoding.top_k_top_p import BLOCK, FIRST_LOOK, top_k_top_p
 from tightfit.kernels.triton_support import Impl
 
 IMPLS: list[Impl] = ["triton", "torch"]

@@ -13,7 +13,7 @@ from tests.distributed.training import GEMMA, GPT2, Case, run
 from tests.train.models import TINY, TINY_ROUTED, ragged_batch, tiny_model
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.fp8_codes import E4M3, E5M2
+from tightfit.kernels.fp8.fp8_codes import E4M3, E5M2
 from tightfit.levers.checkpointing import checkpoint_layers
 from tightfit.levers.fp8 import SCALINGS, use_fp8
 from tightfit.levers.tiling import tile_layers
@@ -102,7 +102,7 @@ def test_a_gated_mlp_multiplies_rounded_factors(matmul: Any) -> None:
 
 
 def test_three_projections_share_the_codes_of_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tightfit.kernels import fp8_codes
+    from tightfit.kernels.fp8 import fp8_codes
 
     sizes: list[int] = []
     original = fp8_codes.quantized
@@ -136,7 +136,7 @@ def test_codes_of_weights_are_kept_for_backward_alone(matmul: Any) -> None:
 @pytest.mark.parametrize("levers", [{}, {"optimizer_states": "8bit"}, {"update_in_backward": True}], ids=str)
 def test_training_with_kept_codes_is_training_without(levers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever updates the weights, products see the new ones."""
-    from tightfit.kernels.fp8_codes import WeightCodes
+    from tightfit.kernels.fp8.fp8_codes import WeightCodes
 
     case = Case(spec=WIDE, steps=4, levers=Levers(matmul="fp8-tensor", **levers))
     kept = run(case)

@@ -102,7 +102,7 @@ def test_logits_of_two_long_rows() -> None:
 def test_a_chunk_is_the_fused_losss_own(training: bool, dtype_bytes: int) -> None:
     import torch
 
-    from tightfit.kernels.linear_cross_entropy import rows_at_a_time
+    from tightfit.kernels.loss.linear_cross_entropy import rows_at_a_time
 
     dtype = {2: torch.bfloat16, 4: torch.float32}[dtype_bytes]
     hidden, weight = (torch.empty(size, 64, dtype=dtype, device="meta") for size in (4096, 5001))

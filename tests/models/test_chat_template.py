@@ -10,9 +10,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from tests.covering import sampled, thorough
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import peak_resident_bytes
-from tightfit.models import template_limits
-from tightfit.models.chat_template import ChatTemplate
-from tightfit.models.tokenizer import CHATML_TEMPLATE
+from tightfit.models.text import template_limits
+from tightfit.models.text.chat_template import ChatTemplate
+from tightfit.models.text.tokenizer import CHATML_TEMPLATE
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

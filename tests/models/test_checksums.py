@@ -11,13 +11,13 @@ import torch
 from tests.models.test_loading import SPEC
 from tests.models.test_tokenizer import CORPUS
 from tightfit.errors import UserError
-from tightfit.models.checksums import BLOCK_BYTES, BLOCKS_AT_ONCE, NAME, digest, verify
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.checksums import BLOCK_BYTES, BLOCKS_AT_ONCE, NAME, digest, verify
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import load_model
 from tightfit.models.saving import export_model, write_model
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.requests.sampling import Sampling as ServedSampling
 from tightfit.serve.start import start_engine

@@ -7,9 +7,9 @@ import torch
 
 from tests.covering import sampled
 from tests.models.huggingface.reference import BATCH, CASES, LENGTH, distance, pair
-from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.models.layers.cache import KeyValueCache
 from tightfit.models.presets import preset, preset_names
 
 LENGTHS = (9, 3, 12)

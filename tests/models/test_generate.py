@@ -13,7 +13,7 @@ from tightfit.models.generate import Sampling, continue_text, generate, probabil
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 
 SPEC = ModelSpec(
     family="llama",

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.speed import within_turns
 from tightfit.errors import UserError
-from tightfit.models.piece_reader import INDEX
-from tightfit.models.sharded_weights import FOLDER, read_pieces, stored_tensors
+from tightfit.models.files.piece_reader import INDEX
+from tightfit.models.files.sharded_weights import FOLDER, read_pieces, stored_tensors
 
 NAME = "weights/norm.weight"
 SAVED = {

@@ -7,10 +7,10 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tightfit.kernels.rope import rotate
+from tightfit.kernels.attention.rope import rotate
 from tightfit.models.huggingface.config import config_from_spec
+from tightfit.models.layers.rope import frequencies, tables
 from tightfit.models.presets import preset
-from tightfit.models.rope import frequencies, tables
 from tightfit.models.spec import Rope
 
 

@@ -11,8 +11,8 @@ from tightfit.jobs.experts import ExpertTraining
 from tightfit.jobs.job import Optimizer
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.models.layers.routing import choose, scored, z_loss
 from tightfit.models.presets import preset
-from tightfit.models.routing import choose, scored, z_loss
 from tightfit.models.spec import Experts
 from tightfit.parallel.ranks import ALONE
 from tightfit.train.expert_load import CORRECTION_RATE, ExpertMeter, correct_choices

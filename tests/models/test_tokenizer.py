@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tightfit.errors import UserError
-from tightfit.models.tokenizer import MIN_VOCAB_SIZE, Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import MIN_VOCAB_SIZE, Tokenizer, load_tokenizer, train_tokenizer
 
 CORPUS = [
     "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness.",
@@ -278,9 +278,8 @@ def test_code_in_a_directory_is_never_run(tokenizer: Tokenizer, tmp_path: Path) 
 
 
 def test_importing_it_is_light() -> None:
-    check = (
-        "import sys, tightfit.models.tokenizer; assert not {'torch', 'transformers', 'tokenizers'} & set(sys.modules)"
-    )
+    modules = {"torch", "transformers", "tokenizers"}
+    check = f"import sys, tightfit.models.text.tokenizer; assert not {modules} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

@@ -16,7 +16,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.jobs.levers import Levers
-from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES
+from tightfit.kernels.loss.linear_cross_entropy import CHUNK_BYTES
 from tightfit.parallel.apply import apply, cut
 from tightfit.parallel.mesh import make_mesh
 from tightfit.parallel.pipeline_stage import stage_outputs

@@ -23,7 +23,8 @@ import torch
 
 from tests.slow_halves import compute_in_float32
 from tightfit.collectives.shards import copy_whole
-from tightfit.kernels import operators, overlap, row_norm, triton_support
+from tightfit.kernels import operators, overlap, triton_support
+from tightfit.kernels.norm import row_norm
 from tightfit.models.blank import blank_decoder
 from tightfit.models.huggingface.adapter import Adapter, LowRank
 from tightfit.models.resolve import resolve_spec
@@ -149,7 +150,8 @@ def compilations() -> Iterator[list[bool]]:
 
 def compile_here(runs: Sequence[Callable[[], Any]], compiler: Compiler | None) -> list[bool]:
     """What this process had to do beside `compiler`, as if it had loaded nothing before."""
-    from tightfit.kernels import glu, greedy, rotate_store
+    from tightfit.kernels.decoding import greedy, rotate_store
+    from tightfit.kernels.mlp import glu
 
     for kernel in (glu._forward_kernel, greedy._kernel, rotate_store._kernel):
         kernel.device_caches.clear()

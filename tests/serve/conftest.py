@@ -14,7 +14,7 @@ from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import LoadedModel
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import CHATML_TEMPLATE, Tokenizer, train_tokenizer
 
 SHAPE = ModelSpec(
     family="llama",

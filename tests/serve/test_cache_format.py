@@ -9,7 +9,7 @@ import torch
 from tests.covering import sampled
 from tests.models.huggingface.reference import pair
 from tests.serve.test_families import LENGTHS, SMALL, greedy
-from tightfit.kernels.paged_attention import paged_attention, paged_attention_eager
+from tightfit.kernels.decoding.paged_attention import paged_attention, paged_attention_eager
 from tightfit.memory.formulas.serving import CacheFormat, cache_bytes_per_token
 from tightfit.models.decoder import Decoder
 from tightfit.serve.cache.codes import as_numbers, decode, encode

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weights import to_hf_state
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.beam import BeamSearch, likeliest_answers
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine

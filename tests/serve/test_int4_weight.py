@@ -11,10 +11,10 @@ from torch import nn
 from tests.compress.conftest import SPEC, random_model
 from tests.serve.test_packed_weight import coded_as
 from tests.serve.test_streams import CONFIG
-from tightfit.kernels.int4_linear import MOST_ROWS, code_order
+from tightfit.kernels.quantized.int4_linear import MOST_ROWS, code_order
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import LowRank
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.serve.config import EngineConfig

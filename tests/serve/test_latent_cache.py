@@ -12,7 +12,7 @@ from tests.models.huggingface.reference import pair
 from tests.serve.test_families import LENGTHS, SMALL, expected, greedy
 from tightfit.errors import UserError
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token
-from tightfit.models.latent_attention import Expansion
+from tightfit.models.layers.latent_attention import Expansion
 from tightfit.models.presets import preset
 from tightfit.serve.engine import Engine
 

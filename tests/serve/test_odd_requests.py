@@ -13,7 +13,7 @@ from tests.serve.running import CONFIG, Running, running
 from tests.serve.test_server import HELLO, TOOL, post
 from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Writer
 from tightfit.serve.http.crowded import MOST_LISTS, MOST_VALUES, crowded

@@ -17,7 +17,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.generate import prompt_tokens
 from tightfit.models.huggingface.adapter import load_adapter
 from tightfit.models.loading import LoadedModel
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.beam import BeamSearch
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine

@@ -31,7 +31,7 @@ from tightfit.launch.forked import Forked
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.model import write_gguf
 from tightfit.models.loading import SMOLLM2, LoadedModel
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve import start
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tightfit.errors import UserError
-from tightfit.kernels.top_k_top_p import FIRST_LOOK
+from tightfit.kernels.decoding.top_k_top_p import FIRST_LOOK
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.sampling.random_numbers import uniform
 from tightfit.serve.sampling.sampler import adjust, draw, probabilities

@@ -9,7 +9,7 @@ import torch
 from tests.serve.running import CONFIG, Running
 from tests.serve.test_server import post
 from tightfit.models.decoder import Decoder
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.prompt_logprobs import ROWS
 

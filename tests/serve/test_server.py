@@ -19,7 +19,7 @@ import torch
 
 from tests.serve.running import CONFIG, Running, running, serving
 from tightfit.models.loading import LoadedModel
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.address import own_names
 from tightfit.serve.http.guards import Guards, ServerLimits

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, train_tokenizer
 from tightfit.serve.requests.text_stream import TextStream
 
 TEXT = "hello 日本 👍🏽 stop here, the end"

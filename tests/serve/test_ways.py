@@ -8,7 +8,7 @@ import torch
 from tests.serve import ways
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter, LowRank
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.requests.grammar import Grammar

@@ -75,7 +75,7 @@ def snapshot(folder: Path) -> Snapshot:
 
 def tokenize_slowly(data: Path, tokenizer: Path, seconds_per_text: float, found: Any) -> None:
     """What a process does that gets killed at it, or overtaken; it sends the fingerprint of what it made."""
-    from tightfit.models.tokenizer import Tokenizer, load_tokenizer
+    from tightfit.models.text.tokenizer import Tokenizer, load_tokenizer
     from tightfit.train.data import shards
 
     class Slow(Tokenizer):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.train.jobs import checkpoint_files
 from tightfit.compress.compression import CompressionJob, compress
-from tightfit.compress.factoring import FactoringJob, factorise
 from tightfit.compress.recipe import recipe_of
+from tightfit.compress.structure.factoring import FactoringJob, factorise
 from tightfit.errors import UserError
 from tightfit.hardware.machine import parse_machine
 from tightfit.jobs.distill import Distill
@@ -24,7 +24,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.teacher import Teacher, held_weight_bytes
 from tightfit.jobs.workload import Workload, with_teacher
-from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation_eager
+from tightfit.kernels.loss.linear_distillation import DistillationTerms, linear_distillation_eager
 from tightfit.memory.formulas.training import training_ledger
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.initialisation import init_weights

@@ -17,7 +17,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.kernels.adamw import Numbers
+from tightfit.kernels.optimizer.adamw import Numbers
 from tightfit.levers import host_update, state_link
 from tightfit.levers.host_update import fused_adamw
 from tightfit.levers.offload import placements

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.train.models import assert_trained_alike, ragged_batch, tiny_model
-from tightfit.compress.pruning import Sparsity, magnitude
+from tightfit.compress.structure.pruning import Sparsity, magnitude
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers

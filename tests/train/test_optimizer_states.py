@@ -14,7 +14,7 @@ from tightfit.jobs.job import Optimizer
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.kernels.adamw8bit import dequantized
+from tightfit.kernels.optimizer.adamw8bit import dequantized
 from tightfit.models.decoder import Decoder
 from tightfit.prove.rehearsal import rehearse
 from tightfit.train.assembly import assemble

@@ -20,7 +20,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import INSTALLED
 from tightfit.memory.formulas.training import peaks
-from tightfit.models.mlp import Mlp
+from tightfit.models.layers.mlp import Mlp
 from tightfit.models.presets import preset
 from tightfit.train import out_of_memory
 from tightfit.train.loop import run_job
@@ -97,7 +97,7 @@ def test_forward_names_the_module_and_the_operation(
     found = shortage(job)
     assert (found.step, found.phase) == (5, "forward")
     assert found.module.startswith("layers.1")
-    assert found.operation.split(":")[0] in ("models/decoder.py", "models/mlp.py")
+    assert found.operation.split(":")[0] in ("models/decoder.py", "models/layers/mlp.py")
     assert (found.wanted_bytes, found.missing_bytes) == (2 * GIB, GIB // 2)
     assert found.safe.endswith("step-00000004")
     assert latest_checkpoint(job.output) is not None

@@ -10,7 +10,7 @@ from tightfit.cli.options import AsJson, Device, ModelSource, TextField, refuse_
 
 if TYPE_CHECKING:
     from tightfit.compress.report import CompressionReport
-    from tightfit.compress.structured import KeptShape
+    from tightfit.compress.structure.structured import KeptShape
     from tightfit.report.compression import CompressionProgress
 
 FACTORISATIONS = ("svd", "whitened-svd")
@@ -85,7 +85,7 @@ class CompressOptions:
     @property
     def kept(self) -> "KeptShape":
         """The sizes that structured pruning keeps."""
-        from tightfit.compress.structured import KeptShape
+        from tightfit.compress.structure.structured import KeptShape
 
         return KeptShape(layers=self.keep_layers, heads=self.keep_heads, mlp=self.keep_mlp, experts=self.keep_experts)
 
@@ -127,7 +127,7 @@ def compress(options: CompressOptions) -> None:
 
 def _refuse_mixed(options: CompressOptions) -> None:
     """Refuse options that belong to another method than the chosen one."""
-    from tightfit.compress.structured import KeptShape
+    from tightfit.compress.structure.structured import KeptShape
     from tightfit.errors import UserError
 
     method, names = options.method, f"--{', --'.join(options.method_options)}"
@@ -170,7 +170,7 @@ def _source(options: CompressOptions) -> dict[str, Any]:
 
 
 def _narrowed(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
-    from tightfit.compress.narrowing import NarrowingJob, narrow
+    from tightfit.compress.structure.narrowing import NarrowingJob, narrow
     from tightfit.errors import UserError
     from tightfit.report.compression_report import write_report
 
@@ -181,7 +181,7 @@ def _narrowed(options: CompressOptions, source: dict[str, Any], progress: "Compr
 
 
 def _factored(options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress") -> "CompressionReport":
-    from tightfit.compress.factoring import FactoringJob, factorise
+    from tightfit.compress.structure.factoring import FactoringJob, factorise
     from tightfit.errors import UserError
     from tightfit.report.compression_report import write_report
 
@@ -215,7 +215,7 @@ def _fitted(
     card: str, options: CompressOptions, source: dict[str, Any], progress: "CompressionProgress"
 ) -> "CompressionReport":
     from tightfit.compress.compression import CompressionJob, compress
-    from tightfit.compress.fitting import fit_bits
+    from tightfit.compress.fit.fitting import fit_bits
     from tightfit.compress.recipe import Recipe
     from tightfit.hardware.machine import parse_machine
     from tightfit.report.compression_report import write_report

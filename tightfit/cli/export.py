@@ -91,7 +91,7 @@ def _export_small(
 ) -> None:
     import torch
 
-    from tightfit.compress.gguf_export import export_gguf
+    from tightfit.compress.gguf.gguf_export import export_gguf
     from tightfit.errors import UserError
     from tightfit.report.tables import print_export
 

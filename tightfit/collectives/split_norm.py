@@ -6,8 +6,8 @@
 | LayerNorm | mean and Σ (x − mean)² of each part, all-gathered | Σ g and Σ g · x̂ with g = dy · w, all-reduced |
 
 LayerNorm's parts are combined as Chan et al. (1983) do, because Σ x² − n · mean² cancels. Statistics and products are
-float32 and rounded once, as in kernels/rms_norm.py; x and one or two numbers per row are saved. A weight's gradient
-covers this rank's rows only, and is to be summed over the ranks with other rows.
+float32 and rounded once, as in kernels/norm/rms_norm.py; x and one or two numbers per row are saved. A weight's
+gradient covers this rank's rows only, and is to be summed over the ranks with other rows.
 """
 
 from typing import Any

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.models.decoder import Decoder
 from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import find_source_tokenizer, load_model, source_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.data.shards import prepare_text

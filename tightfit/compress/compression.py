@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.compress.bit_choice import settled_for
+from tightfit.compress.calibration.observation import through
+from tightfit.compress.calibration.own_text import describe_own_text
 from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
 from tightfit.compress.finished_layer import load_finished
+from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.format_choice import choose_format
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import LayerResult, compress_layer
@@ -25,11 +27,9 @@ from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.loss_probe import LossProbe
 from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
-from tightfit.compress.observation import through
-from tightfit.compress.own_text import describe_own_text
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport, WriteExtras, no_extras
-from tightfit.compress.rotation import Rotation, rotated_spec
+from tightfit.compress.rounding.rotation import Rotation, rotated_spec
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.errors import UserError
 from tightfit.memory.ledger import Ledger
@@ -39,7 +39,7 @@ from tightfit.models.loading import find_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 PLAIN_DTYPE = torch.float16
 EMBEDDING, HEAD = 0, 1

@@ -10,7 +10,8 @@ from tightfit.compress.format_choice import choose_format
 from tightfit.compress.recipe import Recipe
 from tightfit.durable import durable_directory, require_new
 from tightfit.errors import UserError
-from tightfit.models.checksums import write_checksums
+from tightfit.models.files.checksums import write_checksums
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.weights import INDEX_FILE
 from tightfit.models.loading import find_source_tokenizer, source_spec, verify_weights, weights_path
 from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
@@ -18,7 +19,6 @@ from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.resolve import read_config
 from tightfit.models.saving import Export, writing_new
-from tightfit.models.tensor_file import save_tensors
 
 SHARD_BYTES = 2 * 10**9
 

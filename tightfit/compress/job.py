@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.compress.calibration import Calibration, read_calibration, refuse_long_rows
-from tightfit.compress.own_text import LONGEST_ROW as OWN_LONGEST_ROW
-from tightfit.compress.own_text import MOST_ROWS, own_text, writing_dtype
+from tightfit.compress.calibration.calibration import Calibration, read_calibration, refuse_long_rows
+from tightfit.compress.calibration.own_text import LONGEST_ROW as OWN_LONGEST_ROW
+from tightfit.compress.calibration.own_text import MOST_ROWS, own_text, writing_dtype
 from tightfit.durable import require_new
 from tightfit.errors import UserError
 from tightfit.models.loading import has_weights, weights_path

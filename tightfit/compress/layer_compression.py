@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tightfit.compress.activation_scales import activation_scale
-from tightfit.compress.awq import code_clipped, scale_channels
-from tightfit.compress.gptq import GptqOptions, gptq
-from tightfit.compress.inputs import InputStatistics, output_error
-from tightfit.compress.learned_rounding import LayerTask, learn_rounding
+from tightfit.compress.calibration.activation_scales import activation_scale
+from tightfit.compress.calibration.inputs import InputStatistics, output_error
+from tightfit.compress.calibration.observation import layer_of, observe, through
 from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear_sets
-from tightfit.compress.moving_scales import linear
-from tightfit.compress.observation import layer_of, observe, through
-from tightfit.compress.pruning import prune_weight
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
-from tightfit.compress.scale_refit import nearest_fitted
-from tightfit.compress.smoothquant import smooth
-from tightfit.compress.spqr import SpqrOptions, spqr
+from tightfit.compress.rounding.awq import code_clipped, scale_channels
+from tightfit.compress.rounding.gptq import GptqOptions, gptq
+from tightfit.compress.rounding.learned_rounding import LayerTask, learn_rounding
+from tightfit.compress.rounding.moving_scales import linear
+from tightfit.compress.rounding.scale_refit import nearest_fitted
+from tightfit.compress.rounding.smoothquant import smooth
+from tightfit.compress.rounding.spqr import SpqrOptions, spqr
+from tightfit.compress.structure.pruning import prune_weight
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.linear import quantize_linear

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tightfit.compress.calibration.observation import through
 from tightfit.compress.comparison import log_probabilities
 from tightfit.compress.memory import CHUNK_SHARE, PROBED_LENGTH, PROBED_ROWS
-from tightfit.compress.observation import through
 from tightfit.models.decoder import Decoder
 
 

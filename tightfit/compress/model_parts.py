@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tightfit.compress.rotation import Rotation
+from tightfit.compress.rounding.rotation import Rotation
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import digest_of, load_into, source_spec, verify_source, weights_path

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tightfit.durable import NO_ROOM, durable_file, flush, flush_tree, require_new, sweep
 from tightfit.errors import UserError
-from tightfit.models.checksums import write_checksums
+from tightfit.models.files.checksums import write_checksums
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.weights import INDEX_FILE
-from tightfit.models.tensor_file import save_tensors
 from tightfit.writer_lock import locked_beside
 
 WORK_FILE = "work.json"

@@ -104,7 +104,7 @@ class Efficiency:
     fp8_row: float = 1447.6 / H200_FP8_TFLOP_S
     """With a scale per row ("row fast")."""
     codes: float = 0.902
-    """Share of copy bandwidth that fp8 quantization reaches, in bytes of kernels/fp8_quantize.py (all "codes")."""
+    """Share of copy bandwidth that fp8 quantization reaches, in bytes of kernels/fp8/fp8_quantize.py (all "codes")."""
     updates: tuple[tuple[str, float], ...] = (
         ("torch fp32", 0.9),
         ("inside backward", 0.9),

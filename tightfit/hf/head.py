@@ -24,8 +24,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tightfit.errors import UserError
 from tightfit.hf.logits import LogitsOnDemand
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.cross_entropy import softcapped
-from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, IGNORE, linear_cross_entropy
+from tightfit.kernels.loss.cross_entropy import softcapped
+from tightfit.kernels.loss.linear_cross_entropy import CHUNK_BYTES, IGNORE, linear_cross_entropy
 from tightfit.kernels.triton_support import Impl
 
 TAKES_LOSS = "_takes_loss"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import activations
 
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.gated_mlp import can_fuse, gated_mlp
-from tightfit.kernels.glu import ALPHA, LIMIT, glu
+from tightfit.kernels.mlp.gated_mlp import can_fuse, gated_mlp
+from tightfit.kernels.mlp.glu import ALPHA, LIMIT, glu
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.spec import Activation
 
@@ -60,7 +60,7 @@ class ExpertsHandler:
 
 @dataclass(frozen=True)
 class ClampedExpertsHandler:
-    """Experts of gpt-oss, whose gate and up are every other column of one projection, clamped (kernels/glu.py).
+    """Experts of gpt-oss, whose gate and up are every other column of one projection, clamped (kernels/mlp/glu.py).
 
     Backward keeps that projection alone, where transformers keeps five more tensors of half its size.
     """

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.layer_norm import layer_norm
-from tightfit.kernels.rms_norm import rms_norm
+from tightfit.kernels.norm.layer_norm import layer_norm
+from tightfit.kernels.norm.rms_norm import rms_norm
 from tightfit.kernels.triton_support import Impl
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from tightfit.hf.replacement import Method, Replacement
-from tightfit.kernels.rope import rope
+from tightfit.kernels.attention.rope import rope
 from tightfit.kernels.triton_support import Impl
 
 GLOBAL = "apply_rotary_pos_emb"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tightfit.kernels.flash_attention  # noqa: F401  registers the operator below
+import tightfit.kernels.attention.flash_attention  # noqa: F401  registers the operator below
 from tightfit.kernels.recomputation import is_left_out_when_recomputing, result_unwanted
 from tightfit.levers.policy.recompute import KeepLevel
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tightfit.jobs.quantize import Quantize
-from tightfit.kernels.rounded_linear import rounded_values
+from tightfit.kernels.quantized.rounded_linear import rounded_values
 from tightfit.models.decoder import Decoder, Layer
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.ranges import Grid, fit_grid, in_groups

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.errors import UserError
-from tightfit.kernels.fp8_codes import Scaling, SharedInput, WeightCodes
-from tightfit.kernels.fp8_linear import fp8_linear
-from tightfit.kernels.fp8_matmul import refuse_unfit_card
-from tightfit.kernels.fp8_mlp import fp8_gated_mlp
-from tightfit.kernels.fp8_quantize import ALIGNED
+from tightfit.kernels.fp8.fp8_codes import Scaling, SharedInput, WeightCodes
+from tightfit.kernels.fp8.fp8_linear import fp8_linear
+from tightfit.kernels.fp8.fp8_matmul import refuse_unfit_card
+from tightfit.kernels.fp8.fp8_mlp import fp8_gated_mlp
+from tightfit.kernels.fp8.fp8_quantize import ALIGNED
 from tightfit.models.decoder import Decoder, Layer
-from tightfit.models.mlp import Mlp
+from tightfit.models.layers.mlp import Mlp
 
 SCALINGS: dict[str, Scaling] = {"fp8-tensor": "tensor", "fp8-row": "row"}
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tightfit.kernels.adamw import Numbers
+from tightfit.kernels.optimizer.adamw import Numbers
 from tightfit.levers.side_stream import SideStream, StreamEvent
 from tightfit.memory.host import claimed, host_empty
 

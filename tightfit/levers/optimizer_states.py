@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from tightfit.jobs.state_format import Format
-from tightfit.kernels.adamw import Numbers, adamw, write
-from tightfit.kernels.adamw8bit import adamw8bit, zero_moments
+from tightfit.kernels.optimizer.adamw import Numbers, adamw, write
+from tightfit.kernels.optimizer.adamw8bit import adamw8bit, zero_moments
 from tightfit.levers.policy.updates import FACTORED_CHUNK_ELEMENTS
 
 States = dict[str, Tensor]

@@ -35,12 +35,12 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.rules.tiles import routed_layers_are_not_tiled
-from tightfit.kernels.attention import AttentionImpl, AttentionMask, attention
-from tightfit.kernels.rope import rope
+from tightfit.kernels.attention.attention import AttentionImpl, AttentionMask, attention
+from tightfit.kernels.attention.rope import rope
 from tightfit.levers.policy.tiles import head_groups
 from tightfit.levers.tiled_function import in_tiles
 from tightfit.models.decoder import Decoder, ForwardContext, Layer
-from tightfit.models.mlp import Mlp
+from tightfit.models.layers.mlp import Mlp
 
 EXCHANGE = "exchange"
 """Attribute of an attention module with the collectives of tensor ranks around it."""

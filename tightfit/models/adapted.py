@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from tightfit.models.base_model import BASE_FILE, FORMAT, BaseModel
-from tightfit.models.checksums import digest
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.checksums import digest
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.adapter import (
     PREFIX,
     WEIGHTS_FILE,
@@ -33,11 +34,10 @@ from tightfit.models.huggingface.adapter import (
 )
 from tightfit.models.huggingface.adapter_config import CONFIG_FILE
 from tightfit.models.huggingface.weight_names import TensorMap
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.quantized.directory import replace_module
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tensor_file import save_tensors
 
 Matrices = Mapping[str, tuple[Tensor, Tensor]]
 """A and B by the decoder's module name."""

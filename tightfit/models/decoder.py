@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.attention import AttentionImpl, AttentionMask
-from tightfit.kernels.cross_entropy import softcapped
-from tightfit.kernels.gated_mlp import can_fuse
+from tightfit.kernels.attention.attention import AttentionImpl, AttentionMask
+from tightfit.kernels.attention.rope import rope
 from tightfit.kernels.joint_linear import joint_linear
-from tightfit.kernels.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
-from tightfit.kernels.rope import rope
+from tightfit.kernels.loss.cross_entropy import softcapped
+from tightfit.kernels.loss.linear_cross_entropy import CHUNK_BYTES, LinearCrossEntropyImpl, linear_cross_entropy
+from tightfit.kernels.loss.vocab_parallel import VocabularyRows
+from tightfit.kernels.mlp.gated_mlp import can_fuse
 from tightfit.kernels.triton_support import Impl
-from tightfit.kernels.vocab_parallel import VocabularyRows
-from tightfit.models.attending import AttentionSettings, attend_masked
-from tightfit.models.cache import KeyValueCache
-from tightfit.models.latent_attention import AttendLatent, LatentAttention
-from tightfit.models.mlp import Mlp, RoutedMlp
-from tightfit.models.norm import make_norm
-from tightfit.models.rope import tables
+from tightfit.models.layers.attending import AttentionSettings, attend_masked
+from tightfit.models.layers.cache import KeyValueCache
+from tightfit.models.layers.latent_attention import AttendLatent, LatentAttention
+from tightfit.models.layers.mlp import Mlp, RoutedMlp
+from tightfit.models.layers.norm import make_norm
+from tightfit.models.layers.rope import tables
 from tightfit.models.spec import ModelSpec, Rope
 
 

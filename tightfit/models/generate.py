@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.models.cache import KeyValueCache
 from tightfit.models.decoder import Decoder
+from tightfit.models.layers.cache import KeyValueCache
 from tightfit.models.loading import LoadedModel
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 NOT_FINITE = "its weights are damaged, or too large for the number format; load another checkpoint, or in float32"
 LARGEST_SEED = 2**63 - 1

@@ -19,8 +19,8 @@ from tightfit.errors import UserError
 from tightfit.models.adapted import add_adapter, weights_digest
 from tightfit.models.base_model import BaseModel, is_adapted, read_base
 from tightfit.models.blank import blank_decoder, whole_state
-from tightfit.models.checksums import SUFFIXES, verify, verify_file
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.checksums import SUFFIXES, verify, verify_file
 from tightfit.models.gguf.codes import load_coded
 from tightfit.models.gguf.config import gguf_spec
 from tightfit.models.gguf.file import GgufFile
@@ -28,7 +28,7 @@ from tightfit.models.gguf.model import is_rounded, load_gguf, load_gguf_tokenize
 from tightfit.models.gguf.weights import fill
 from tightfit.models.hub import hub_directory, hub_hint, is_hub_name
 from tightfit.models.huggingface.weights import INDEX_FILE, SINGLE_FILE, load_weights
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.low_rank import fill_multiplied, is_low_rank, load_low_rank
 from tightfit.models.presets import PRESETS
 from tightfit.models.quantized.directory import fill_dequantized, is_quantized, load_quantized
@@ -37,7 +37,7 @@ from tightfit.models.quantized.holding import hold_in_codes, move_plain
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.resolve import newest_checkpoint, refuse_adapter, resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, load_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, load_tokenizer
 
 SMOLLM2 = "smollm2-135m-instruct"
 TRAINED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -146,7 +146,7 @@ def _load_directory(model: Decoder, path: Path, *, verified: bool = True) -> Non
         return fill_multiplied(model, path)
     if not has_sharded(path):
         return load_weights(model, path)
-    from tightfit.models.sharded_weights import load_sharded_weights
+    from tightfit.models.files.sharded_weights import load_sharded_weights
 
     load_sharded_weights(model, path)
 

@@ -14,15 +14,15 @@ from safetensors import SafetensorError, safe_open
 from tightfit.durable import durable_directory, require_new
 from tightfit.errors import UserError
 from tightfit.models.base_model import is_adapted
-from tightfit.models.checksums import list_beside, write_checksums, write_file_checksum
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.checksums import list_beside, write_checksums, write_file_checksum
 from tightfit.models.huggingface.adapter import WEIGHTS_FILE
 from tightfit.models.huggingface.adapter_config import CONFIG_FILE
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.huggingface.weights import save_weights
 from tightfit.models.loading import load_model, verify_weights, weights_path
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.writer_lock import locked_beside
 
 ExportDtype = Literal["fp32", "bf16", "fp16", "q8_0"]

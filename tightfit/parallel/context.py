@@ -35,13 +35,13 @@ from tightfit.collectives.conjugate import all_reduce
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.shapes import unshared_rows
-from tightfit.kernels.attention import AttentionMask
-from tightfit.models.attending import AttentionSettings, attend_masked
-from tightfit.models.cache import KeyValueCache
+from tightfit.kernels.attention.attention import AttentionMask
 from tightfit.models.decoder import Decoder, ForwardContext
-from tightfit.models.mlp import RoutedMlp
-from tightfit.models.rope import tables
-from tightfit.models.routing import z_loss
+from tightfit.models.layers.attending import AttentionSettings, attend_masked
+from tightfit.models.layers.cache import KeyValueCache
+from tightfit.models.layers.mlp import RoutedMlp
+from tightfit.models.layers.rope import tables
+from tightfit.models.layers.routing import z_loss
 from tightfit.parallel.head_exchange import gather_rows, scatter_rows
 from tightfit.parallel.mesh import context_group, context_ranks_group
 from tightfit.parallel.ring import ring_attention
@@ -81,7 +81,8 @@ def context_parallel(model: Decoder, mesh: DeviceMesh, layout: Layout) -> None:
 
 
 def _balance_loss(group: dist.ProcessGroup, probabilities: Tensor, load: Tensor) -> Tensor:
-    """E · Σ_e f_e · P_e (models/mlp.py) over the tokens of all ranks; gradients are those of this rank's tokens."""
+    """E · Σ_e f_e · P_e (models/layers/mlp.py) over the tokens of all ranks; gradients are those of this rank's
+    tokens."""
     sums = all_reduce(torch.cat([load.to(probabilities.dtype), probabilities.sum(0)]), group)
     load, probability = (sums / (len(probabilities) * group.size())).chunk(2)
     return len(load) * (load * probability).sum()

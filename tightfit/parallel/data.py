@@ -55,7 +55,7 @@ from torch.utils import _pytree
 
 from tightfit.jobs.job import PrecisionName
 from tightfit.models.decoder import Decoder, DecoderOutput
-from tightfit.models.mlp import ExpertWeights, RoutedMlp
+from tightfit.models.layers.mlp import ExpertWeights, RoutedMlp
 from tightfit.models.number_formats import COMPUTE_DTYPES, keeps_master_weights
 from tightfit.parallel.expert import expert_parameters, expert_sharding
 

@@ -1,7 +1,8 @@
 """Expert parallelism: data ranks hold different experts, and tokens travel to them and back (Lepikhin et al. 2020).
 
 An expert rank holds count / ranks experts of every routed layer; all other weights are data-parallel as usual. Rows (a
-token and one of its experts, kernels/routed_mlp.py) are sorted by expert, so the rows for one rank are consecutive:
+token and one of its experts, kernels/experts/routed_mlp.py) are sorted by expert, so the rows for one rank are
+consecutive:
 
 | | forward | backward |
 |---|---|---|
@@ -39,12 +40,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from tightfit.collectives.shards import ParameterSplit, is_shard, remember_splits, splits_of
-from tightfit.kernels.gather_rows import gather_rows
+from tightfit.kernels.experts.gather_rows import gather_rows
+from tightfit.kernels.experts.routed_mlp import Routing, by_row, combine, route
 from tightfit.kernels.recomputation import is_result_wanted, placeholder
-from tightfit.kernels.routed_mlp import Routing, by_row, combine, route
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.decoder import Decoder
-from tightfit.models.mlp import ExpertWeights, SharedExpert
+from tightfit.models.layers.mlp import ExpertWeights, SharedExpert
 from tightfit.parallel.mesh import ExpertAxes, expert_axes
 
 AXES = "expert_axes"

@@ -8,9 +8,9 @@ Ring rank i of r has pieces i and 2r − 1 − i of every row's 2r (row_split.py
 | j < i | all | the first piece, wholly |
 | j > i | the second piece | all, wholly |
 
-which is as much work for each j and every rank. kernels/partial_attention.py gets the first key that each query sees of
-a part, so windows and packed documents hold across ranks. Outputs are joined by their logsumexp in float32. The next
-keys and values are received while attention to the current ones runs.
+which is as much work for each j and every rank. kernels/attention/partial_attention.py gets the first key that each
+query sees of a part, so windows and packed documents hold across ranks. Outputs are joined by their logsumexp in
+float32. The next keys and values are received while attention to the current ones runs.
 
 Backward sends keys and values round once more. Their gradients follow one step behind, summed in float32: the sum
 begins at the rank after the owner and reaches the owner after r − 1 sends, each overlapped with the next part's
@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tightfit.jobs.precision import FLOAT32_BYTES
-from tightfit.kernels.flash_attention import attend_and_save, fake_attended, like_rows
-from tightfit.kernels.join_parts import add_rows, join_
+from tightfit.kernels.attention.flash_attention import attend_and_save, fake_attended, like_rows
+from tightfit.kernels.attention.join_parts import add_rows, join_
+from tightfit.kernels.attention.partial_attention import Part, attend_part, attend_part_backward
 from tightfit.kernels.operators import operator
-from tightfit.kernels.partial_attention import Part, attend_part, attend_part_backward
 
 
 def ring_attention(

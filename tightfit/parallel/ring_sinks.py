@@ -1,7 +1,7 @@
 """Ring attention with sinks (gpt-oss): each head has a logit s that takes part in the softmax and has no value.
 
 A ring gives attention O and the logsumexp L of its scores over the keys of all ranks, which is all that sinks need, as
-on one rank (kernels/sink_attention.py):
+on one rank (kernels/attention/sink_attention.py):
 
     L' = log(e^L + e^s),   O' = e^(L − L') O,   ds = −Σ_rows e^(s − L') D,   D = Σ dO' · O'
 

@@ -48,10 +48,10 @@ from tightfit.collectives.conjugate import (
 from tightfit.collectives.shards import ParameterSplit, local, remember_splits, splits_of
 from tightfit.errors import UserError
 from tightfit.jobs.rules.shapes import uneven_share
-from tightfit.kernels.vocab_parallel import VocabularyRows, embed_own_rows
+from tightfit.kernels.loss.vocab_parallel import VocabularyRows, embed_own_rows
 from tightfit.levers.tiling import EXCHANGE
 from tightfit.models.decoder import Attention, Decoder, ForwardContext
-from tightfit.models.mlp import Mlp, RoutedMlp
+from tightfit.models.layers.mlp import Mlp, RoutedMlp
 from tightfit.parallel.mesh import TIMEOUT, tensor_axes
 
 CUTS = (

@@ -16,7 +16,8 @@ some rows and some heads of the micro-batch, so attention is local; on a 3d mesh
 Embedding and output projection have vocabulary along `row` and hidden size along `column`. A rank looks up its rows of
 the table for the tokens of all `row` ranks; a reduce-scatter sums them onto the ranks that have these tokens. For the
 loss an all-gather and an all-to-all give each rank whole hidden states for the tokens of its `column`, and the
-projection's columns are all-gathered: the fused loss (kernels/vocab_parallel.py) combines statistics over `row` ranks.
+projection's columns are all-gathered: the fused loss (kernels/loss/vocab_parallel.py) combines statistics over `row`
+ranks.
 
 Gradients of replicated parameters are partial and summed once a step (tensor.py). With fewer key heads than ranks along
 heads, keys and values are all-gathered and each rank takes the head its queries use. Fewer rows than parts (the last
@@ -47,13 +48,13 @@ from tightfit.collectives.split_norm import split_layer_norm, split_rms_norm
 from tightfit.collectives.summa import SummaGroups, summa
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
-from tightfit.kernels.glu import glu
-from tightfit.kernels.linear_cross_entropy import IGNORE, linear_cross_entropy
-from tightfit.kernels.vocab_parallel import VocabularyRows, embed_own_rows
-from tightfit.models.cache import KeyValueCache
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE, linear_cross_entropy
+from tightfit.kernels.loss.vocab_parallel import VocabularyRows, embed_own_rows
+from tightfit.kernels.mlp.glu import glu
 from tightfit.models.decoder import Decoder, ForwardContext
-from tightfit.models.mlp import Mlp
-from tightfit.models.norm import LayerNorm
+from tightfit.models.layers.cache import KeyValueCache
+from tightfit.models.layers.mlp import Mlp
+from tightfit.models.layers.norm import LayerNorm
 from tightfit.parallel.mesh import BlockAxes, block_axes
 
 Dims = tuple[int | None, int | None, int | None]

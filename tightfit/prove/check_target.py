@@ -17,7 +17,7 @@ from tightfit.jobs.job import Job, Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.models.loading import source_spec
 from tightfit.models.resolve import reshaped
 from tightfit.models.spec import Experts, Latent, ModelSpec

@@ -18,8 +18,8 @@ from tightfit.jobs.job import PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
-from tightfit.kernels.adamw import Numbers
-from tightfit.kernels.attention import AttentionMask, attention
+from tightfit.kernels.attention.attention import AttentionMask, attention
+from tightfit.kernels.optimizer.adamw import Numbers
 from tightfit.levers.host_update import fused_adamw
 from tightfit.models.decoder import Implementations
 from tightfit.models.presets import preset

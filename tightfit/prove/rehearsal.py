@@ -179,7 +179,7 @@ def trace_training_step(
 
 
 def _gpu_kernels(workload: Workload) -> Implementations:
-    """The implementations that the decoder would choose on a GPU (the rule in kernels/attention.py)."""
+    """The implementations that the decoder would choose on a GPU (the rule in kernels/attention/attention.py)."""
     spec = workload.spec
     plain = spec.attention_softcap is None and not spec.window_layers
     fused = workload.precision != "fp32" or spec.heads == spec.kv_heads

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.errors import UserError
 from tightfit.models.loading import LoadedModel
-from tightfit.models.tokenizer import Message
+from tightfit.models.text.tokenizer import Message
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.streams import token_streams
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from tightfit.hardware.cpu_rates import CpuRates, Curve, ReadAs
-from tightfit.kernels.attention_mask import AttentionMask
-from tightfit.kernels.glu import glu
-from tightfit.kernels.int4_linear import int4_product, int4_scales, pack_int4, takes_int4
-from tightfit.kernels.rope import rope
-from tightfit.models.attending import attend_masked
+from tightfit.kernels.attention.attention_mask import AttentionMask
+from tightfit.kernels.attention.rope import rope
+from tightfit.kernels.mlp.glu import glu
+from tightfit.kernels.quantized.int4_linear import int4_product, int4_scales, pack_int4, takes_int4
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.models.layers.attending import attend_masked
 from tightfit.models.presets import preset
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_operations import step_operations

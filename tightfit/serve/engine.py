@@ -16,7 +16,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.assembly import (
     capture_steps,
     make_budget,

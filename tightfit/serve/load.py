@@ -16,7 +16,7 @@ import torch
 from tightfit.errors import UserError
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.hardware.timing import seconds_each
-from tightfit.kernels.packed_blocks import is_hopper
+from tightfit.kernels.quantized.packed_blocks import is_hopper
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.plan.serving.cpu_seconds import CpuStepRates

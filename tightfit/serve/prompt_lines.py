@@ -15,7 +15,7 @@ from typing import Any
 from tightfit.bounded_files import read_bounded
 from tightfit.errors import UserError
 from tightfit.models.generate import prompt_tokens
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.requests.grammar import FORMS, asked_grammar
 from tightfit.serve.requests.request import MOST_ANSWERS, Request
 from tightfit.serve.requests.sampling import Sampling

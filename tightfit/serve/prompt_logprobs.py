@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tightfit.errors import UserError
-from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.loss.cross_entropy import softcapped
 from tightfit.models.embedding import last_states
 from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import TokenLogprob

@@ -21,7 +21,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.loading import digest_of, has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, load_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, load_tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.plan.host_room import refuse_host_shortage, refuse_saving_shortage
 from tightfit.printable import Say

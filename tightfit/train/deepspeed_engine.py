@@ -33,7 +33,7 @@ from tightfit.errors import UserError
 from tightfit.exports.deepspeed import settings
 from tightfit.jobs.job import Job, PrecisionName
 from tightfit.jobs.workload import Workload
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder, DecoderOutput, Layer
 from tightfit.models.spec import ModelSpec

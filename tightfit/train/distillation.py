@@ -1,8 +1,8 @@
 """Distillation: the loss of a step compares student and teacher in predictions and, optionally, in hidden states.
 
 The teacher runs on a micro-batch before the student does, without gradients, and its final normed hidden states are
-kept; the loss then projects those of both models to logits, a chunk of rows at a time (kernels/linear_distillation.py).
-Weights of a teacher in host memory are copied to the device layer by layer.
+kept; the loss then projects those of both models to logits, a chunk of rows at a time
+(kernels/loss/linear_distillation.py). Weights of a teacher in host memory are copied to the device layer by layer.
 
 Hidden states are compared as squared distances of unit-RMS vectors, of student layers evenly spaced up to its last and
 the teacher's at the same share of its depth (as TinyBERT, Jiao et al. 2019). Where widths differ, the teacher's are
@@ -23,12 +23,12 @@ from tightfit.errors import UserError
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.job import Job
 from tightfit.jobs.teacher import SELF
-from tightfit.kernels.linear_cross_entropy import IGNORE
-from tightfit.kernels.linear_distillation import DistillationTerms, linear_distillation
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_distillation import DistillationTerms, linear_distillation
 from tightfit.models.decoder import Decoder, ForwardContext, Layer
 from tightfit.models.loading import has_weights, load_model, load_source_tokenizer, source_spec
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.train.relations import attention_map, contrastive_loss, map_distance
 
 PROBE = "Tokens of 3 models, 12.5 % apart:\n\tdéjà vu?"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tightfit.errors import UserError
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.models.generate import NOT_FINITE
 from tightfit.models.loading import load_model
 from tightfit.parallel.data import reshard_all

@@ -1,13 +1,13 @@
 """The load of experts: tokens routed to each one, over all ranks and micro-batches, for metrics and the summary.
 
-Routed layers count while they train (models/mlp.py). `ExpertMeter.take` sums over all ranks: data and context ranks
-have their own tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers, experts] a
-logged step.
+Routed layers count while they train (models/layers/mlp.py). `ExpertMeter.take` sums over all ranks: data and context
+ranks have their own tokens, tensor ranks the same ones, pipeline ranks other layers; one all-reduce of [layers,
+experts] a logged step.
 
-Families that correct the choice of experts (models/routing.py) balance their load without a loss: after every step the
-bias of an expert that got more than its share falls by CORRECTION_RATE, and that of the others rises (Wang et al. 2024;
-DeepSeek-V3's rate). All ranks have the same loads, so the biases stay equal. With `pure-bf16` the biases are bf16,
-whose steps are coarser than the rate once a bias is above a quarter.
+Families that correct the choice of experts (models/layers/routing.py) balance their load without a loss: after every
+step the bias of an expert that got more than its share falls by CORRECTION_RATE, and that of the others rises (Wang et
+al. 2024; DeepSeek-V3's rate). All ranks have the same loads, so the biases stay equal. With `pure-bf16` the biases are
+bf16, whose steps are coarser than the rate once a bias is above a quarter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tightfit.collectives.shards import local, local_region
 from tightfit.models.decoder import Decoder, Layer
-from tightfit.models.mlp import RoutedMlp
+from tightfit.models.layers.mlp import RoutedMlp
 from tightfit.parallel.ranks import Ranks
 
 CORRECTION_RATE = 1e-3

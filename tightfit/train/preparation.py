@@ -17,7 +17,7 @@ from tightfit.jobs.workload import Workload
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.loading import has_sharded, load_into
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.printable import Say
 from tightfit.train.assembly import assemble, unfilled

@@ -13,16 +13,16 @@ from torch import Tensor
 from tightfit.collectives.shards import whole
 from tightfit.durable import discard_directory, durable_directory
 from tightfit.levers.fake_quantize import coded_weights
-from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.checksums import write_checksums
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.directory import module_schemes, tensors_to_write
 from tightfit.models.quantized.formats.compressed_tensors import CompressedTensors
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.saving import write_config
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tensor_file import save_tensors
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 FOLDER = "quantized"
 PLAIN_DTYPE = torch.float16

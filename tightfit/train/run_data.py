@@ -18,7 +18,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import load_source_tokenizer
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from tightfit.printable import Say
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.dataset import PackedChats, PackedText

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.kernels.clip_estimate import clip_factor
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.kernels.mapped_copy import sent
+from tightfit.kernels.optimizer.clip_estimate import clip_factor
 from tightfit.levers.side_stream import HostCopy
 from tightfit.memory.ledger import Phase
 from tightfit.models.decoder import Decoder, DecoderOutput

@@ -33,7 +33,7 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.cuda_graph import may_capture
 from tightfit.jobs.workload import Workload
 from tightfit.kernels.capture import capturing
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.plan.cost import Costs
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.optimizer.backward_update import BackwardUpdate

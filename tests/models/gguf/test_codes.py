@@ -10,15 +10,15 @@ import torch
 
 from tests.compress.conftest import SPEC, random_model
 from tests.models.test_tokenizer import CORPUS
-from tightfit.compress.gguf_export import GgufCoder
-from tightfit.kernels.int4_linear import code_order
+from tightfit.compress.gguf.gguf_export import GgufCoder
+from tightfit.kernels.quantized.int4_linear import code_order
 from tightfit.models.gguf import codes
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf, write_gguf
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 
 gguf = pytest.importorskip("gguf")
 here = pytest.mark.skipif(code_order() is None, reason="this CPU's torch has no fast product with 4-bit codes")

@@ -18,7 +18,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf, load_gguf_tokenizer, write_gguf
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import train_tokenizer
+from tightfit.models.text.tokenizer import train_tokenizer
 
 SPEC = ModelSpec(
     family="llama",

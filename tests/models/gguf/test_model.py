@@ -27,7 +27,7 @@ from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import KINDS, GgufDtype, load_gguf, load_gguf_tokenizer, smollm2_path, write_gguf
 from tightfit.models.huggingface.config import spec_from_config
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, train_tokenizer
 
 LLAMA3: dict[str, Any] = {
     "rope_theta": 500_000.0,

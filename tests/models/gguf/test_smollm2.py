@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from tests.covering import sampled
 from tests.models.gguf.llama_cpp import LlamaCpp, llama_cpp
 from tests.models.gguf.test_tokenizer import TEXTS
-from tightfit.kernels.int4_linear import code_order
+from tightfit.kernels.quantized.int4_linear import code_order
 from tightfit.models.generate import Sampling, continue_text
 from tightfit.models.gguf.model import smollm2_path
 from tightfit.models.huggingface.config import config_from_spec

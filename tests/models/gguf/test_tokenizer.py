@@ -17,7 +17,7 @@ from tightfit.models.gguf.file import GgufFile
 from tightfit.models.gguf.model import load_gguf_tokenizer, write_gguf
 from tightfit.models.gguf.tokenizer import SPLITTERS, Splitter, read_tokenizer, tokenizer_metadata
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tokenizer import CHATML_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import CHATML_TEMPLATE, Tokenizer, load_tokenizer, train_tokenizer
 
 SPACES = ["a  b   c", " x\n\n\n y \n", "\t\tif x:\r\n\r\n  z", "end  ", "a\u00a0b\u2003c", "\u3000全角\u3000"]
 WORDS = [

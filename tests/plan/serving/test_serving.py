@@ -146,7 +146,7 @@ def test_predictions_beside_what_was_measured(model: str, weights: str) -> None:
 
 def test_packed_weights_are_multiplied_as_the_kernels_do() -> None:
     """By numbers of tokens that the planner, which does without torch, has written down again."""
-    from tightfit.kernels import fp8_rows, packed_blocks, packed_rows, quantized_linear
+    from tightfit.kernels.quantized import fp8_rows, packed_blocks, packed_rows, quantized_linear
 
     assert (FEW_TOKENS, SOME_TOKENS, SOME_TOKENS_FP8) == (
         packed_rows.MOST_ROWS,

@@ -16,7 +16,7 @@ from tests.distributed.group import PRELOADED
 from tests.train.jobs import tokenize_slowly
 from tightfit.errors import UserError
 from tightfit.launch.forked import start_server
-from tightfit.models.tokenizer import Tokenizer, train_tokenizer
+from tightfit.models.text.tokenizer import Tokenizer, train_tokenizer
 from tightfit.train.data import shards, texts
 from tightfit.train.data.shards import prepare_chats, prepare_text
 from tightfit.train.data.token_store import TokenStore

@@ -3,7 +3,7 @@
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
 FP8_MULTIPLE = 16
-"""Sizes of fp8 matrices must be multiples of this for tensor cores; kernels/fp8_quantize.py pads to the same."""
+"""Sizes of fp8 matrices must be multiples of this for tensor cores; kernels/fp8/fp8_quantize.py pads to the same."""
 
 
 @rule(RUN_RULES, "levers.matmul", "layout.tensor")

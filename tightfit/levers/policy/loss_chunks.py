@@ -1,4 +1,4 @@
-"""How many rows of logits the fused loss holds at a time (kernels/logit_chunks.py)."""
+"""How many rows of logits the fused loss holds at a time (kernels/loss/logit_chunks.py)."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ TILE_ROWS = 256
 """Chunks are whole tiles of the GEMMs; a ragged one costs as much as a whole one."""
 MOST_NARROW_CHUNKS = 16
 SPLIT_PRODUCT_BYTES = 32 * 2**20
-"""A product that is added to a 24-bit sum (kernels/split_sum.py) is computed in blocks of rows of this size."""
+"""A product that is added to a 24-bit sum (kernels/loss/split_sum.py) is computed in blocks of rows of this size."""
 PLAIN_DISTILLATION_BUFFERS = 6
-"""Wide copies of a chunk of logits that kernels/linear_distillation.py holds at once without its Triton kernel."""
+"""Wide copies of a chunk of logits that kernels/loss/linear_distillation.py holds at once without its Triton kernel."""
 
 
 def padded(columns: int) -> int:

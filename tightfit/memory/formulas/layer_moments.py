@@ -149,7 +149,7 @@ def _dense_mlp(shape: LocalShape, saved_bytes: int) -> MlpCost:
 
 
 def _experts(shape: LocalShape, saved_bytes: int) -> MlpCost:
-    """kernels/routed_mlp.py, whose rows are (token, expert) pairs. Forward ends with all rows' outputs, beside
+    """kernels/experts/routed_mlp.py, whose rows are (token, expert) pairs. Forward ends with all rows' outputs, beside
     gate × up or the tokens' sums; backward holds gradients of all rows' outputs and of gate × up, then of inputs."""
     spec, experts, rows_bytes, stream_bytes = shape.spec, shape.spec.experts, shape.routed_bytes, shape.stream_bytes
     assert experts is not None
@@ -212,8 +212,8 @@ def _attention_backward(
 
 
 def attention_kind(shape: LocalShape, layer: int) -> AttentionKind:
-    """Which kernel computes attention on Ampere and later (as kernels/attention.py): torch's fused ones for a plain
-    causal mask, ours for windows, soft caps, and grouped key heads in float32."""
+    """Which kernel computes attention on Ampere and later (as kernels/attention/attention.py): torch's fused ones for a
+    plain causal mask, ours for windows, soft caps, and grouped key heads in float32."""
     spec, window = shape.spec, shape.spec.window_of(layer)
     is_windowed = window is not None and window < shape.whole_length
     is_grouped_float32 = shape.element_bytes == FLOAT32_BYTES and spec.kv_heads != spec.heads

@@ -1,7 +1,7 @@
 """Bytes of logits and loss, `plain` (all logits at once) or `fused` (a chunk of rows at a time).
 
 `plain` is linear_cross_entropy_eager: logits, a float32 copy, its log-softmax, and as much again for gradients. `fused`
-is kernels/linear_cross_entropy.py: one buffer of logits, and the gradients of the hidden states and of the output
+is kernels/loss/linear_cross_entropy.py: one buffer of logits, and the gradients of the hidden states and of the output
 projection, both computed in forward. The projection's is a float32 sum that is cast to the weight's dtype in backward
 (a frozen projection has none). Tensor ranks split the vocabulary.
 """
@@ -31,7 +31,7 @@ class LossCost:
     wide_weight_gradient: int = 0
     """The float32 sum of the output projection's gradient: part of `forward`, `kept` and `backward`."""
     rounds_in_place: bool = False
-    """Whether that gradient is summed in 24 bits, of which 16 are the result: no cast (kernels/split_sum.py)."""
+    """Whether that gradient is summed in 24 bits, of which 16 are the result: no cast (kernels/loss/split_sum.py)."""
 
 
 @lru_cache(maxsize=4096)

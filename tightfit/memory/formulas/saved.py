@@ -1,9 +1,9 @@
 """Saved tensors: everything a layer keeps from forward to backward, one line each with its reason.
 
-Derived from what the code saves on a GPU (models/decoder.py, models/mlp.py, kernels/), not from a general rule: norms
-keep their input and one or two float32 per row; rope keeps its tables only; flash attention keeps q, k, v, its output
-(which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and computes
-their product again. A test compares each layer's bytes with what autograd really keeps.
+Derived from what the code saves on a GPU (models/decoder.py, models/layers/mlp.py, kernels/), not from a general rule:
+norms keep their input and one or two float32 per row; rope keeps its tables only; flash attention keeps q, k, v, its
+output (which is the output projection's input) and a float32 per row and head; the gated MLP keeps gate and up and
+computes their product again. A test compares each layer's bytes with what autograd really keeps.
 """
 
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ def attention_saved(shape: LocalShape) -> tuple[SavedTensor, ...]:
     input_bytes = shape.inputs_bytes if shape.trains("q", "k", "v") else 0
     heads_bytes = shape.query_bytes + shape.key_bytes if spec.qk_norm else 0
     heads = 2 if spec.qk_norm_joint else shape.heads + shape.kv_heads
-    # Latent attention's down-projections (models/latent_attention.py): each vector before and after its norm.
+    # Latent attention's down-projections (models/layers/latent_attention.py): each vector before and after its norm.
     kv_rank, query_rank = (latent.kv_rank, latent.query_rank or 0) if latent is not None else (0, 0)
     kv_bytes, query_bytes = (shape.tokens * rank * shape.element_bytes for rank in (kv_rank, query_rank))
     return (
@@ -140,7 +140,7 @@ def _dense_saved(shape: LocalShape, width: int) -> list[SavedTensor]:
 
 
 def _experts_saved(shape: LocalShape) -> list[SavedTensor]:
-    """Tensors saved by kernels/routed_mlp.py: gate and up of every (token, expert) row, and the routing.
+    """Tensors saved by kernels/experts/routed_mlp.py: gate and up of every (token, expert) row, and the routing.
 
     Expert ranks (parallel/expert.py; load assumed balanced) also keep the rows they received, and the permutation of
     rows before sending and after receiving.

@@ -219,7 +219,7 @@ def _visits(
 
 def _tables_bytes(shape: LocalShape, span: RankSpan) -> int:
     """Rope's tables of cosines and sines [length, pairs], shared by all rows; learned positions' indices; and in each
-    routed layer int32 counters of every expert's tokens, and of dropped ones (models/mlp.py)."""
+    routed layer int32 counters of every expert's tokens, and of dropped ones (models/layers/mlp.py)."""
     spec, layers = shape.spec, range(span.first, span.last)
     ropes = {rope for layer in layers if (rope := spec.rope_of(layer)) is not None}
     pairs = sum(int(spec.rope_dim * rope.rotated_share) // 2 for rope in ropes)

@@ -32,7 +32,7 @@ class TeacherMemory:
     chunk: int = 0
     """Logits of both models, a chunk at a time."""
     sum_bytes: int = FLOAT32_BYTES
-    """Bytes per number of the sum of the output projection's gradient: 4, or 3 (kernels/split_sum.py)."""
+    """Bytes per number of the sum of the output projection's gradient: 4, or 3 (kernels/loss/split_sum.py)."""
 
 
 def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: Levers, *, bf16: bool) -> TeacherMemory:

@@ -1,4 +1,5 @@
-"""GGUF models whose 4-bit matrices stay in codes, where a CPU kernel multiplies by these (kernels/int4_linear.py).
+"""GGUF models whose 4-bit matrices stay in codes, where a CPU kernel multiplies by these
+(kernels/quantized/int4_linear.py).
 
 | type | block of 32 numbers | CodedWeight |
 |---|---|---|
@@ -14,8 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from tightfit.kernels.int4_linear import takes_int4
-from tightfit.kernels.packing import unpack_nibbles
+from tightfit.kernels.quantized.int4_linear import takes_int4
+from tightfit.kernels.quantized.packing import unpack_nibbles
 from tightfit.models.blank import blank_decoder
 from tightfit.models.decoder import Decoder
 from tightfit.models.gguf.config import architecture_of, gguf_spec

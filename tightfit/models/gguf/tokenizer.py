@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import UserError
-from tightfit.models.tokenizer import Tokenizer, digits_apart
+from tightfit.models.text.tokenizer import Tokenizer, digits_apart
 
 if TYPE_CHECKING:
     import tokenizers

@@ -21,12 +21,12 @@ from tightfit.collectives.shards import copy_whole
 from tightfit.errors import UserError
 from tightfit.models.blank import whole_state
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.mxfp4 import HALF_BLOCK, packed_names, unpacked, unpacked_shape
 from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tensor_file import save_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

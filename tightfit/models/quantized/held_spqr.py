@@ -1,10 +1,10 @@
-"""SpQR's weights rearranged for the kernels that multiply by them (`kernels/spqr_layout.py`), and back."""
+"""SpQR's weights rearranged for the kernels that multiply by them (`kernels/quantized/spqr_layout.py`), and back."""
 
 import torch
 from torch import Tensor
 
-from tightfit.kernels.packing import unpack
-from tightfit.kernels.spqr_layout import (
+from tightfit.kernels.quantized.packing import unpack
+from tightfit.kernels.quantized.spqr_layout import (
     GROUP,
     SpqrTensors,
     arrange_codes,

@@ -1,11 +1,11 @@
 """QuantizedLinear: a linear layer whose weight stays packed and is expanded while it is used.
 
 The plain path expands the whole matrix and multiplies: right everywhere, and no faster than unquantized. On CUDA
-`kernels/quantized_linear.py`, `kernels/spqr_linear.py` and `kernels/rounded_linear.py` read packed codes; on a CPU
-`kernels/int4_linear.py` does for few tokens, in layers repacked for it (`pack_for_cpu`). Inputs of schemes with
-activations are rounded too: with a scale per token or, where they are static, one for all from calibration, beyond
-whose range they saturate. LLM.int8 (Dettmers et al. 2022) leaves input channels that reach ±6 anywhere in the batch
-unrounded.
+`kernels/quantized/quantized_linear.py`, `kernels/quantized/spqr_linear.py` and `kernels/quantized/rounded_linear.py`
+read packed codes; on a CPU `kernels/quantized/int4_linear.py` does for few tokens, in layers repacked for it
+(`pack_for_cpu`). Inputs of schemes with activations are rounded too: with a scale per token or, where they are static,
+one for all from calibration, beyond whose range they saturate. LLM.int8 (Dettmers et al. 2022) leaves input channels
+that reach ±6 anywhere in the batch unrounded.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.int4_linear import MOST_ROWS, int4_linear, int4_scales, pack_int4, takes_int4, unpack_int4
-from tightfit.kernels.packing import pack_tiles, unpack_tiles
-from tightfit.kernels.quantized_linear import expanded, quantized_linear
-from tightfit.kernels.rounded_linear import rounded_linear, rounded_values
-from tightfit.kernels.spqr_layout import SpqrTensors
-from tightfit.kernels.spqr_linear import expanded_spqr, spqr_linear
+from tightfit.kernels.quantized.int4_linear import (
+    MOST_ROWS,
+    int4_linear,
+    int4_scales,
+    pack_int4,
+    takes_int4,
+    unpack_int4,
+)
+from tightfit.kernels.quantized.packing import pack_tiles, unpack_tiles
+from tightfit.kernels.quantized.quantized_linear import expanded, quantized_linear
+from tightfit.kernels.quantized.rounded_linear import rounded_linear, rounded_values
+from tightfit.kernels.quantized.spqr_layout import SpqrTensors
+from tightfit.kernels.quantized.spqr_linear import expanded_spqr, spqr_linear
 from tightfit.kernels.triton_support import Impl
 from tightfit.models.quantized.coded_scales import read_scales
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
@@ -142,7 +149,7 @@ class QuantizedLinear(nn.Module):
         return None if starts is None or columns is None or values is None else Outliers(starts, columns, values)
 
     def _spqr(self) -> SpqrTensors | None:
-        """The weight as kernels/spqr_linear.py takes it; None where it is not arranged so."""
+        """The weight as kernels/quantized/spqr_linear.py takes it; None where it is not arranged so."""
         if self.outlier_changes is None:
             return None
         outliers = (self.outlier_starts, self.outlier_columns, self.outlier_values, self.outlier_changes)

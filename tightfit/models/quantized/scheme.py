@@ -28,9 +28,10 @@ TABLED = ("binary", "nf4", "mxfp4", "nvfp4")
 """Kinds whose codes stand for the numbers of a table."""
 WORD = 32
 TILE_WORDS = 16
-"""Words of a tile of the kernels (kernels/packing.py)."""
+"""Words of a tile of the kernels (kernels/quantized/packing.py)."""
 OUTLIER_ROWS, OUTLIER_TILE, MOST_OUTLIER_INPUTS = 32, 256, 2**16
-"""Rows and columns of a tile, and the most columns, of kernels for weights with outliers (kernels/spqr_layout.py)."""
+"""Rows and columns of a tile, and the most columns, of kernels for weights with outliers
+(kernels/quantized/spqr_layout.py)."""
 INPUT_SCALE_BYTES = 4
 """Bytes of the scale of static activations."""
 NESTED_BLOCK = 256
@@ -130,14 +131,14 @@ class Scheme:
         return outputs * inputs * (2 if is_read else 10 if self.kind in TABLED else 7)
 
     def is_read_packed(self, inputs: int) -> bool:
-        """Whether kernels/quantized_linear.py reads rows of `inputs` codes packed."""
+        """Whether kernels/quantized/quantized_linear.py reads rows of `inputs` codes packed."""
         if self.kind != "int" or self.outliers or self.activations is not None or self.bits not in (2, 4, 8):
             return False
         tile, group = TILE_WORDS * WORD // self.bits, max(self.group, 0)
         return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
 
     def is_read_with_outliers(self, outputs: int, inputs: int) -> bool:
-        """Whether kernels/spqr_linear.py reads a matrix of this shape packed."""
+        """Whether kernels/quantized/spqr_linear.py reads a matrix of this shape packed."""
         whole = outputs % OUTLIER_ROWS == 0 and inputs % OUTLIER_TILE == 0 and inputs <= MOST_OUTLIER_INPUTS
         return self.kind == "int" and self.outliers and self.bits in (2, 3, 4) and whole
 

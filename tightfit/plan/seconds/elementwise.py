@@ -29,7 +29,7 @@ CAP_PASSES = 12.0
 over bf16."""
 ROUTED_PASSES = 3, 7
 """Passes over experts' rows: gathered (2) and added up (1); in backward gradients and tokens gathered (4), two input
-gradients added up (2), the sum written (1) (kernels/routed_mlp.py)."""
+gradients added up (2), the sum written (1) (kernels/experts/routed_mlp.py)."""
 BIASED_PASSES = 10, 2
 LATENT_PASSES = 35, 50
 """Torch's own kernels copy parts of heads at a fifth of a plain copy's rate; this is the equivalent number of passes at

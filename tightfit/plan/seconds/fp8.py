@@ -1,4 +1,4 @@
-"""fp8: seconds that products of 8-bit codes save, less those of quantization (kernels/fp8_codes.py, fp8_mlp.py).
+"""fp8: seconds that products of 8-bit codes save, less those of quantization (kernels/fp8/fp8_codes.py, fp8_mlp.py).
 
 | codes of | numbers a token | bytes a number, scaled per tensor | per row |
 |---|---|---|---|

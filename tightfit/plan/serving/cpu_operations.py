@@ -4,7 +4,7 @@ than its computation for a few tokens.
 A plain layer runs over joined weights (serve/weights/joint.py), single tokens in as few operations as torch allows.
 Families with other norms, experts, sinks or latent attention run through the decoder's own modules: a product for every
 projection, keys and values stored separately, a loop over experts. The numbers count torch's dispatches in our code;
-tests/plan/test_cpu_operations.py counts them again.
+tests/plan/serving/test_cpu_operations.py counts them again.
 """
 
 from tightfit.models.spec import ModelSpec

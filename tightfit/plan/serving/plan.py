@@ -3,7 +3,7 @@
 Decoding is bound by memory bandwidth: every token reads all (active) weights and the request's keys and values once, so
 one stream cannot be faster than bandwidth / bytes. Prefill is bound by matrix products (2 FLOPs per layer weight and
 token, attention besides). Both are limits at the measured shares of the card's rates; predictions for our engine are
-given beside them (serving_time.py). With several cards, each serves a copy.
+given beside them (seconds.py). With several cards, each serves a copy.
 """
 
 from bisect import bisect_left
@@ -169,7 +169,7 @@ class Serving:
 
     @property
     def _has_4_bit_codes(self) -> bool:
-        """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/int4_linear.py)."""
+        """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/quantized/int4_linear.py)."""
         scheme = self._scheme
         return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 

@@ -14,7 +14,7 @@ multiply at a smaller share for more than a few tokens; for many tokens the weig
 
 Rates are the measured shares of a card's peaks (hardware/efficiency.py); the constants below were fitted to the rows of
 an H200 in benchmarks/results/serve_speed.csv, which docs/serving.md lists. Other cards are assumed to be alike. A CPU's
-time has other parts (cpu_serving_time.py).
+time has other parts (cpu_seconds.py).
 """
 
 import math
@@ -33,21 +33,23 @@ LAYER_LAUNCH_ONE_S = 10e-6
 FIRST_TOKEN_HOST_S = 0.25e-3
 ELEMENT_BYTES = 2
 FEW_TOKENS = 16
-"""Most tokens for which products with packed weights are as fast as reading them: kernels/packed_rows.py."""
+"""Most tokens for which products with packed weights are as fast as reading them: kernels/quantized/packed_rows.py."""
 SOME_TOKENS = 128
-"""Most tokens for which kernels read integer codes; for more, weights are dequantized: kernels/quantized_linear.py."""
+"""Most tokens for which kernels read integer codes; for more, weights are dequantized:
+kernels/quantized/quantized_linear.py."""
 BLOCK_TOKENS, BLOCK_BITS, BLOCK_GROUP = 256, 4, 128
-"""The same on Hopper, and for which integers in groups of multiples of how many: kernels/packed_blocks.py."""
+"""The same on Hopper, and for which integers in groups of multiples of how many: kernels/quantized/packed_blocks.py."""
 SOME_TOKENS_FP8 = 128
-"""The same for fp8 codes: kernels/fp8_rows.py."""
+"""The same for fp8 codes: kernels/quantized/fp8_rows.py."""
 PACKED_PRODUCTS_SHARE, BLOCK_PRODUCTS_SHARE = 0.36, 0.72
 """Share of the usual rate of products that kernels on packed weights reach for more than FEW_TOKENS; on Hopper."""
 ROUNDED_READ_SHARE, ROUNDED_PRODUCTS_SHARE = 0.78, 0.9
-"""Shares of reading and of 8-bit products where inputs are rounded too, which takes time: kernels/rounded_matmul.py."""
+"""Shares of reading and of 8-bit products where inputs are rounded too, which takes time:
+kernels/quantized/rounded_matmul.py."""
 MULTIPLIED_BITS = (2, 4, 8)
 """Widths of integers that kernels read packed; weights of other widths are always dequantized."""
 MOST_OUTLIER_TOKENS, MOST_OUTLIER_BITS = 16, 4
-"""Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/spqr_linear.py."""
+"""Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/quantized/spqr_linear.py."""
 
 OUTLIERS_READ_SHARE = 0.16  # one row × 4096 × 14336 in 3 bits takes 46 µs on an H200
 

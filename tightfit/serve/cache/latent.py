@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.attention import attention
-from tightfit.models.latent_attention import Expansion
+from tightfit.kernels.attention.attention import attention
+from tightfit.models.layers.latent_attention import Expansion
 from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.schedule.step import Step
 

@@ -2,10 +2,10 @@
 
 Keys and values of a layer lie in blocks of `block_size` positions, [blocks, block_size, kv_heads, D]; a sequence's
 blocks may be any of them. A step writes its new positions first. On a GPU single tokens (decoding) take one kernel over
-block tables (kernels/paged_attention.py) and pieces of prompts another (kernels/paged_prefill.py), whatever their
-lengths; whole prompts of round lengths take the library's attention, which is faster but plans for every new shape.
-Elsewhere blocks are gathered: query heads of one key head are the rows of one product, and pieces of equal length run
-together.
+block tables (kernels/decoding/paged_attention.py) and pieces of prompts another (kernels/decoding/paged_prefill.py),
+whatever their lengths; whole prompts of round lengths take the library's attention, which is faster but plans for every
+new shape. Elsewhere blocks are gathered: query heads of one key head are the rows of one product, and pieces of equal
+length run together.
 
 Windowed layers keep all positions: blocks are shared by all layers, and one table serves them.
 """
@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.attention import AttentionImpl, attention_eager
-from tightfit.kernels.flash_attention import LARGEST_HEAD
-from tightfit.kernels.paged_attention import keys_at_a_time, paged_attention
-from tightfit.kernels.paged_prefill import paged_prefill, tile_rows
-from tightfit.kernels.sink_attention import sink_attention_eager
+from tightfit.kernels.attention.attention import AttentionImpl, attention_eager
+from tightfit.kernels.attention.flash_attention import LARGEST_HEAD
+from tightfit.kernels.attention.sink_attention import sink_attention_eager
+from tightfit.kernels.decoding.paged_attention import keys_at_a_time, paged_attention
+from tightfit.kernels.decoding.paged_prefill import paged_prefill, tile_rows
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.memory.formulas.serving import CacheFormat, stored_vectors
-from tightfit.models.attending import AttentionSettings, attend_masked
+from tightfit.models.layers.attending import AttentionSettings, attend_masked
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache.codes import CODES, as_numbers, decode, encode
 from tightfit.serve.schedule.step import Piece, Step

@@ -2,9 +2,9 @@
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
 after it. Some sequences, one token each: norms and attention begin while the kernel before them ends, and so do
-products (kernels/few_rows.py). One token on a GPU (decoding): five kernels of our own a layer, in which norms, rope,
-activations and residuals are part of the products (kernels/decode_linear.py); with packed weights, norms are kernels
-of their own where the product's kernel does not take them.
+products (kernels/decoding/few_rows.py). One token on a GPU (decoding): five kernels of our own a layer, in which norms,
+rope, activations and residuals are part of the products (kernels/decoding/decode_linear.py); with packed weights, norms
+are kernels of their own where the product's kernel does not take them.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.kernels.cross_entropy import softcapped
-from tightfit.kernels.decode_attention import decode_attention
+from tightfit.kernels.attention.rope import rope
+from tightfit.kernels.decoding.decode_attention import decode_attention
+from tightfit.kernels.decoding.rotate_store import rotate_store
+from tightfit.kernels.loss.cross_entropy import softcapped
 from tightfit.kernels.overlap import can_overlap
-from tightfit.kernels.rope import rope
-from tightfit.kernels.rotate_store import rotate_store
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter

@@ -8,7 +8,7 @@ it: what `transformers` does for one request alone. Whatever else is in the batc
 import torch
 from torch import Tensor
 
-from tightfit.models.rope import tables
+from tightfit.models.layers.rope import tables
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.serve.schedule.step import Step
 

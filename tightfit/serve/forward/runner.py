@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.kernels.attention_mask import AttentionMask
-from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.attention.attention_mask import AttentionMask
+from tightfit.kernels.loss.cross_entropy import softcapped
 from tightfit.memory.formulas.serving import CacheFormat
 from tightfit.models.decoder import Decoder, ForwardContext
-from tightfit.models.latent_attention import Expansion
+from tightfit.models.layers.latent_attention import Expansion
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache.latent import LatentCache

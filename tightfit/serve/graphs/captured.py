@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightfit.kernels.greedy import choose_greedily
+from tightfit.kernels.decoding.greedy import choose_greedily
 from tightfit.serve.forward.runner import Runner
 from tightfit.serve.graphs.buffers import SlotTables, Staged
 from tightfit.serve.graphs.recording import Captured, Recorder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.http.protocol import NO_ECHO, Echo
 from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.http.tools import found_calls

@@ -20,7 +20,7 @@ from torch import Tensor
 from tightfit import __version__
 from tightfit.errors import UserError
 from tightfit.models.embedding import embed
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.answers import Usage, Writer, error_body
 from tightfit.serve.http.conversation import chat_tokens

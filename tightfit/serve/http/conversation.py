@@ -3,7 +3,7 @@
 from typing import Any
 
 from tightfit.errors import UserError
-from tightfit.models.tokenizer import Message, Tokenizer
+from tightfit.models.text.tokenizer import Message, Tokenizer
 from tightfit.serve.http.protocol import ChatBody, refuse_endless
 from tightfit.serve.http.tools import offered
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from tightfit.errors import UserError
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.requests.grammar import FORMS, Grammar, asked_grammar
 from tightfit.serve.requests.request import MOST_ANSWERS, TokenLogprob
 from tightfit.serve.requests.sampling import LARGEST_SEED, NUMBERS, Sampling

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Iterable
 
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 
 class TextOffsets:

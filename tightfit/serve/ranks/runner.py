@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.kernels.cross_entropy import softcapped
+from tightfit.kernels.loss.cross_entropy import softcapped
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.rope_tables import RopeTables
 from tightfit.serve.forward.runner import make_cache, run_layers

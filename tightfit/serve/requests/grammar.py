@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 Kind = Literal["json", "json_schema", "regex", "lark"]
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -7,7 +7,7 @@ end in another: text that could become one is held back until it is clear.
 
 from collections.abc import Sequence
 
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 
 INCOMPLETE = "\ufffd"
 LONGEST_CHARACTER_TOKENS = 8

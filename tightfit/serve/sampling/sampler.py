@@ -13,7 +13,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from tightfit.kernels.top_k_top_p import cumulated, cumulated_in_blocks, top_k_top_p
+from tightfit.kernels.decoding.top_k_top_p import cumulated, cumulated_in_blocks, top_k_top_p
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.sequence import Sequence

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightfit.kernels.attention_mask import AttentionMask
-from tightfit.kernels.paged_prefill import Rows, query_tiles
+from tightfit.kernels.attention.attention_mask import AttentionMask
+from tightfit.kernels.decoding.paged_prefill import Rows, query_tiles
 from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.scheduler import Chunk
 

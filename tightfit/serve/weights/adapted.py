@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
 from tightfit.serve.weights.weight import Weight
 
 

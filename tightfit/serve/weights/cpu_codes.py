@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tightfit.models.decoder import Decoder
-from tightfit.models.linear_plus_adapter import LinearPlusAdapter, base_of
+from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter, base_of
 from tightfit.models.quantized.linear import QuantizedLinear
 
 FEWEST = 2**20

@@ -1,7 +1,7 @@
 """Fp8Weight: a matrix of 8-bit floats with a scale per row; inputs are not rounded.
 
-One token reads the codes once (kernels/fp8_vector.py): half the time of 16 bits. So do a few (kernels/fp8_rows.py).
-Many are multiplied by the matrix dequantized to their dtype, anew for every product.
+One token reads the codes once (kernels/quantized/fp8_vector.py): half the time of 16 bits. So do a few
+(kernels/quantized/fp8_rows.py). Many are multiplied by the matrix dequantized to their dtype, anew for every product.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.decode_linear import decode_linear
-from tightfit.kernels.fp8_rows import MOST_ROWS, expand_fp8, fp8_rows
-from tightfit.kernels.fp8_vector import WHOLE, fp8_vector
+from tightfit.kernels.decoding.decode_linear import decode_linear
+from tightfit.kernels.quantized.fp8_rows import MOST_ROWS, expand_fp8, fp8_rows
+from tightfit.kernels.quantized.fp8_vector import WHOLE, fp8_vector
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.serve.weights.weight import Fused, Weight, join_buffers
 

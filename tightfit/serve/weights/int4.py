@@ -1,7 +1,8 @@
 """Int4Weight: a matrix of 4-bit codes as a step on a CPU multiplies by it.
 
 Steps of up to 256 tokens multiply by the packed codes, with inputs, scales and results in bfloat16
-(kernels/int4_linear.py); larger ones dequantize them and multiply in float32, as the layers do everywhere else.
+(kernels/quantized/int4_linear.py); larger ones dequantize them and multiply in float32, as the layers do everywhere
+else.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tightfit.kernels.int4_linear import MOST_ROWS, int4_product, unpack_int4
+from tightfit.kernels.quantized.int4_linear import MOST_ROWS, int4_product, unpack_int4
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.coded_weight import scaled
 from tightfit.models.quantized.linear import QuantizedLinear

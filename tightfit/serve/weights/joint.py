@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.models.attending import AttentionSettings
 from tightfit.models.decoder import Decoder, Layer
-from tightfit.models.linear_plus_adapter import base_of
-from tightfit.models.mlp import Mlp
+from tightfit.models.layers.attending import AttentionSettings
+from tightfit.models.layers.linear_plus_adapter import base_of
+from tightfit.models.layers.mlp import Mlp
 from tightfit.models.spec import ModelSpec, Rope
 from tightfit.plan.serving.cpu_operations import runs_joint
 from tightfit.serve.weights.adapted import with_adapters

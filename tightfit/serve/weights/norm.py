@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from tightfit.kernels.rms_norm import rms_norm
+from tightfit.kernels.norm.rms_norm import rms_norm
 from tightfit.kernels.triton_support import use_triton
 from tightfit.models.spec import ModelSpec
 

@@ -7,11 +7,11 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from tightfit.kernels.glu import glu
-from tightfit.kernels.packed_rows import by_group
-from tightfit.kernels.packed_vector import packed_vector, takes_vector
-from tightfit.kernels.packing import has_strips
-from tightfit.kernels.quantized_linear import quantized_linear
+from tightfit.kernels.mlp.glu import glu
+from tightfit.kernels.quantized.packed_rows import by_group
+from tightfit.kernels.quantized.packed_vector import packed_vector, takes_vector
+from tightfit.kernels.quantized.packing import has_strips
+from tightfit.kernels.quantized.quantized_linear import quantized_linear
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import Activation
 from tightfit.serve.weights.weight import Fused, Weight, join_buffers
@@ -19,7 +19,7 @@ from tightfit.serve.weights.weight import Fused, Weight, join_buffers
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight(Weight):
-    """Packed codes, scales and zero points as kernels/quantized_linear.py takes them."""
+    """Packed codes, scales and zero points as kernels/quantized/quantized_linear.py takes them."""
 
     words: Tensor
     scale: Tensor

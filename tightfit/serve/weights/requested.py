@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tightfit.kernels.glu import glu
-from tightfit.kernels.low_rank_rows import LowRankRows, low_rank_rows, low_rank_rows_eager
+from tightfit.kernels.decoding.low_rank_rows import LowRankRows, low_rank_rows, low_rank_rows_eager
+from tightfit.kernels.mlp.glu import glu
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.spec import Activation
 from tightfit.serve.schedule.step import Step

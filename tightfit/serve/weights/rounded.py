@@ -1,7 +1,7 @@
 """RoundedWeight: a matrix in 8 bits whose inputs are rounded to 8 bits too (W8A8), integers or floats.
 
-Products are kernels/rounded_linear.py's for any number of tokens: twice the rate of 16 bits for many, half the reading
-for few. The activation before the last product of a layer is computed where its result is rounded.
+Products are kernels/quantized/rounded_linear.py's for any number of tokens: twice the rate of 16 bits for many, half
+the reading for few. The activation before the last product of a layer is computed where its result is rounded.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from tightfit.kernels.rounded_linear import rounded_linear
+from tightfit.kernels.quantized.rounded_linear import rounded_linear
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import Activation
 from tightfit.serve.weights.weight import Weight, join_buffers

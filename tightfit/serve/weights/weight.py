@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.decode_linear import decode_linear
-from tightfit.kernels.few_rows import few_rows, takes_few_rows
-from tightfit.kernels.glu import glu
+from tightfit.kernels.decoding.decode_linear import decode_linear
+from tightfit.kernels.decoding.few_rows import few_rows, takes_few_rows
+from tightfit.kernels.mlp.glu import glu
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import Activation
 from tightfit.serve.weights.norm import Norm

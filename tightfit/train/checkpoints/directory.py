@@ -33,16 +33,16 @@ from tightfit.jobs.adapter import AdapterTraining
 from tightfit.levers.adapter import adapters
 from tightfit.models.adapted import write_adapter
 from tightfit.models.base_model import BaseModel
-from tightfit.models.checksums import verify, write_checksums
 from tightfit.models.decoder import Decoder
+from tightfit.models.files.checksums import verify, write_checksums
+from tightfit.models.files.sharded_weights import load_sharded_weights
+from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.weights import load_weights, stored_dtype
 from tightfit.models.loading import has_sharded, verify_weights
 from tightfit.models.resolve import checkpoints_of
 from tightfit.models.saving import write_config, write_model
-from tightfit.models.sharded_weights import load_sharded_weights
 from tightfit.models.spec import ModelSpec
-from tightfit.models.tensor_file import save_tensors
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
 from tightfit.train.metrics import METRICS_FILE, read_metrics
 from tightfit.train.optimizer.adamw import MasterAdamW

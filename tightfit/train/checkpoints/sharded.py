@@ -9,7 +9,7 @@ Saving copies a rank's shards to host memory (of tensors that several data ranks
 returns; a thread of each rank writes its pieces, with a process group of its own, and the first process renames the
 directory when all pieces are on the disk. A kill before that leaves the previous checkpoint. One checkpoint is written
 at a time: the next save waits for it. A run of any layout can resume from the pieces, and models are exported from them
-(models/sharded_weights.py). The directory must be on a file system that all ranks share.
+(models/files/sharded_weights.py). The directory must be on a file system that all ranks share.
 """
 
 import json
@@ -32,12 +32,12 @@ from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_t
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.saving import shard_holders
-from tightfit.models.checksums import write_checksums
 from tightfit.models.decoder import Decoder
-from tightfit.models.piece_reader import PieceReader
+from tightfit.models.files.checksums import write_checksums
+from tightfit.models.files.piece_reader import PieceReader
+from tightfit.models.files.sharded_weights import FOLDER, open_pieces, read_pieces, stored_tensors, weights_of
 from tightfit.models.saving import write_config
-from tightfit.models.sharded_weights import FOLDER, open_pieces, read_pieces, stored_tensors, weights_of
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.parallel.ranks import Ranks
 from tightfit.train.checkpoints.directory import (
     FORMAT,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tightfit.errors import UserError
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.train.data.held_out import StorePart, everything
 from tightfit.train.data.packing import best_fit
 from tightfit.train.data.shuffling import shuffled

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tightfit.errors import UserError
-from tightfit.kernels.linear_cross_entropy import IGNORE
+from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.train.data.shuffling import shuffled
 
 Batch = dict[str, Tensor]

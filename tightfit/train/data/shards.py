@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tightfit.errors import UserError
-from tightfit.models.tokenizer import Tokenizer
+from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.train.data.chats import read_chats
 from tightfit.train.data.shard_writer import ShardWriter
 from tightfit.train.data.sources import Source, find_sources

@@ -35,7 +35,7 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.state_format import Format, is_torch_adamw, state_format
-from tightfit.kernels.gradient_norm import gradient_norm
+from tightfit.kernels.optimizer.gradient_norm import gradient_norm
 from tightfit.levers.fake_quantize import SCALE_PREFIX
 from tightfit.levers.optimizer_states import BF16, FP32, state_kind
 from tightfit.levers.policy.updates import BUCKET_BYTES

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tightfit.collectives.shards import ParameterSplit, is_shard, like_shard, local
-from tightfit.kernels.clip_estimate import clip_estimate, clip_factor, trusted_totals
+from tightfit.kernels.optimizer.clip_estimate import clip_estimate, clip_factor, trusted_totals
 
 TINIEST = 1e-30
 Apply = Callable[[float, Tensor | None], None]

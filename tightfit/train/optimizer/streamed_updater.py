@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.state_format import Format
-from tightfit.kernels.adamw import Numbers
+from tightfit.kernels.optimizer.adamw import Numbers
 from tightfit.levers.host_update import HostWork
 from tightfit.levers.optimizer_states import state_kind
 from tightfit.levers.state_link import OffloadedMatrix, StateLink, Update

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.state_format import Format
-from tightfit.kernels.adamw import Numbers
-from tightfit.kernels.adamw_list import adamw_list
-from tightfit.kernels.stochastic_rounding import key_of
+from tightfit.kernels.optimizer.adamw import Numbers
+from tightfit.kernels.optimizer.adamw_list import adamw_list
+from tightfit.kernels.optimizer.stochastic_rounding import key_of
 from tightfit.kernels.triton_support import use_triton
 from tightfit.levers.optimizer_states import StateKind, States, state_kind, zeros_on_device_of
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack_awq, unpack_awq
+from tightfit.kernels.quantized.packing import pack_awq, unpack_awq
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import NUMBERS, WORDS, FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import Scheme

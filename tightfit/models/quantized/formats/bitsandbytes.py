@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack_nibbles, unpack_nibbles
+from tightfit.kernels.quantized.packing import pack_nibbles, unpack_nibbles
 from tightfit.models.quantized.codebooks import NF4, dynamic_map
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import INT8_SCHEME, NF4_SCHEME

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack, pack_nibbles, unpack, unpack_nibbles
+from tightfit.kernels.quantized.packing import pack, pack_nibbles, unpack, unpack_nibbles
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack, unpack
+from tightfit.kernels.quantized.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import GPTQ_BITS
 from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, one_scheme, stored

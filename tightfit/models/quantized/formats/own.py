@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.errors import UserError
-from tightfit.kernels.packing import pack, unpack
+from tightfit.kernels.quantized.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme

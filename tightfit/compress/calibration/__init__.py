@@ -1,0 +1,1 @@
+"""Calibration: its rows, and what is observed while they pass through a layer."""

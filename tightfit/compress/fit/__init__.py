@@ -1,0 +1,1 @@
+"""`--fit`: bits by layer within a budget of bytes."""

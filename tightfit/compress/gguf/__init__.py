@@ -1,0 +1,1 @@
+"""Compressing into GGUF files."""

@@ -1,0 +1,1 @@
+"""Methods that make fewer weights: pruning, narrower layers, lower rank."""

@@ -1,0 +1,1 @@
+"""Attention in training and its positions: flash attention, parts of it, sinks, rope."""

@@ -1,0 +1,1 @@
+"""Routed MLPs: grouped products of the experts' rows, and copies of rows."""

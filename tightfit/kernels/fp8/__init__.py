@@ -1,0 +1,1 @@
+"""Training with products in fp8: codes, scales, and the layers that use them."""

@@ -1,0 +1,1 @@
+"""RMSNorm and LayerNorm, and the kernels behind both."""

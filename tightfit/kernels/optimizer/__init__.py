@@ -1,0 +1,1 @@
+"""AdamW in all its formats, the norm of gradients, and stochastic rounding."""

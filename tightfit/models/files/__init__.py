@@ -1,0 +1,1 @@
+"""Files of tensors: checksums, shards, and checkpoints in pieces."""

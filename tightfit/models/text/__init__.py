@@ -1,0 +1,1 @@
+"""Tokenizers and chat templates: files of strangers, read and run within bounds."""
