@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[2]
-LAST_TORCH_FREE = "plan"
+LAST_TORCH_FREE = "exports"
 """The highest floor that does not import torch."""
 COLORS = {True: "#cfe3d4", False: "#d6e2f0"}
 LABELS = {True: "no torch: planning runs on a laptop", False: "may import torch"}
