@@ -43,7 +43,7 @@ def test_an_output_that_cannot_be_written_is_told_before_a_model_is_loaded(
     def loads(*arguments: object, **more: object) -> None:
         raise AssertionError("a model was loaded")
 
-    for module in ("serve.start", "models.saving", "compress.gguf_export", "compress.comparison"):
+    for module in ("serve.start", "models.saving", "compress.gguf.gguf_export", "compress.comparison"):
         monkeypatch.setattr(f"tightfit.{module}.load_model", loads)
     monkeypatch.setattr("tightfit.compress.compression.ModelParts", loads)
     (tmp_path / "file.txt").write_text("some text")
