@@ -8,18 +8,19 @@ import torch
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
 from tightfit.kernels.decoding.decode_attention import decode_attention, decode_attention_eager
+from tightfit.kernels.decoding.paged_attention import KeyBlocks
 
 
 @sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "D", "half", "block_size", "splits", "window", "softcap", "norm"),
+    ("heads", "kv_heads", "D", "half", "block_size", "splits", "blocks", "window", "softcap", "norm"),
     [
-        (4, 2, 16, 8, 16, 1, None, None, False),
-        (6, 2, 24, 8, 8, 3, None, None, True),
-        (8, 1, 64, 32, 16, 4, 20, None, False),
-        (3, 3, 16, 8, 4, 2, None, 5.0, True),
-        (4, 2, 32, 16, 16, None, 7, 0.7, False),
+        (4, 2, 16, 8, 16, 1, None, None, None, False),
+        (6, 2, 24, 8, 8, 3, None, None, None, True),
+        (8, 1, 64, 32, 16, 4, KeyBlocks(32, 2, 2), 20, None, False),
+        (3, 3, 16, 8, 4, 2, None, None, 5.0, True),
+        (4, 2, 32, 16, 16, None, None, 7, 0.7, False),
     ],
 )
 def test_it_is_norm_rope_write_and_attention(
@@ -29,6 +30,7 @@ def test_it_is_norm_rope_write_and_attention(
     half: int,
     block_size: int,
     splits: int | None,
+    blocks: KeyBlocks | None,
     window: int | None,
     softcap: float | None,
     norm: bool,
@@ -36,10 +38,10 @@ def test_it_is_norm_rope_write_and_attention(
 ) -> None:
     lengths = torch.tensor([1, 17, 50, 64, 33], dtype=torch.int64, device=DEVICE)
     B, per_row = len(lengths), -(-64 // block_size)
-    blocks = B * per_row + 3
-    tables = torch.randperm(blocks)[: B * per_row].view(B, per_row).int().to(DEVICE)
+    stored = B * per_row + 3
+    tables = torch.randperm(stored)[: B * per_row].view(B, per_row).int().to(DEVICE)
     qkv = torch.randn(B, (heads + 2 * kv_heads) * D, device=DEVICE).to(dtype)
-    cache = torch.randn(2, blocks, block_size, kv_heads, D, device=DEVICE).to(dtype)
+    cache = torch.randn(2, stored, block_size, kv_heads, D, device=DEVICE).to(dtype)
     angles = torch.rand(64, half) * 6
     cos, sin = (table.to(DEVICE, dtype) for table in (angles.cos(), angles.sin()))
     weights = [(torch.rand(D) + 0.5).to(DEVICE, dtype) if norm else None for _ in range(2)]
@@ -53,7 +55,7 @@ def test_it_is_norm_rope_write_and_attention(
         inputs |= {"cos": cos.to(kind), "sin": sin.to(kind), "q_norm": q_norm, "k_norm": k_norm, "norm_offset": 0.5}
         if eager:
             return [decode_attention_eager(**inputs, **settings), own]
-        made = decode_attention(**inputs, counters=counters, splits=splits, **settings)
+        made = decode_attention(**inputs, counters=counters, splits=splits, blocks=blocks, **settings)
         assert not counters.any()
         return [made, own]
 

@@ -22,8 +22,8 @@ from tightfit.kernels.decoding.paged_attention import (
     FEW_SPLITS,
     MANY_PAIRS,
     MOST_SPLITS,
-    WIDE_HEAD_BYTES,
-    keys_at_a_time,
+    KeyBlocks,
+    key_blocks,
     paged_attention_eager,
     split_count,
 )
@@ -53,6 +53,7 @@ def decode_attention(
     norm_offset: float = 0.0,
     splits: int | None = None,
     overlap: bool = False,
+    blocks: KeyBlocks | None = None,
 ) -> Tensor:
     """Attention [B, heads, D] of qkv [B, (heads + 2 kv_heads) · D] over the cache, which gets the new keys and values.
 
@@ -69,6 +70,9 @@ def decode_attention(
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
     problem = Problem(scale, window or 0, softcap or 0.0, None)
     group, are_many = heads // kv_heads, pairs >= MANY_PAIRS and splits <= FEW_SPLITS
+    if blocks is None:
+        blocks = key_blocks(D, keys.element_size(), keys.element_size())
+        blocks = blocks if are_many else blocks._replace(warps=4)
     with on_device_of(qkv):
         _kernel[(kv_heads, splits, B)](
             qkv,
@@ -99,12 +103,12 @@ def decode_attention(
             GROUP=group,
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
-            BLOCK_K=keys_at_a_time(),
+            BLOCK_K=blocks.keys,
             LEAST_BLOCKS=2 if are_many else 1,
             MOST=FEW_SPLITS if are_many else MOST_SPLITS,
             OVERLAP=overlap,
-            num_warps=2 if are_many and D * keys.element_size() >= WIDE_HEAD_BYTES else 4,
-            num_stages=3 if D * keys.element_size() <= 256 else 2,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
             **pdl(overlap),
         )
     return out

@@ -10,6 +10,8 @@ Keys and values may be 8-bit codes with a scale per vector; they are dequantized
 Lengths are read on the device and the caller chooses the number of splits: a captured graph serves any length.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,14 @@ WIDE_HEAD_BYTES = 256
 """Bytes of a key from which on two warps are faster than four (docs/LOG.md)."""
 
 
+class KeyBlocks(NamedTuple):
+    """Keys that a program takes at a time, the warps that share them, and the stages of its loop over them."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
 def paged_attention(
     query: Tensor,
     keys: Tensor,
@@ -43,7 +53,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     splits: int | None = None,
-    block_k: int | None = None,
+    blocks: KeyBlocks | None = None,
 ) -> Tensor:
     """Attention of query [B, heads, D] over keys, values [blocks, block_size, kv_heads, D] by tables int32 [B, n].
 
@@ -55,7 +65,7 @@ def paged_attention(
     assert keys.stride() == values.stride()
     assert tables.stride(1) == 1
     assert scales is None or scales.is_contiguous()
-    block_k = block_k or keys_at_a_time()
+    blocks = blocks or key_blocks(D, query.element_size(), keys.element_size())
     assert splits is None or splits <= MOST_SPLITS
     splits = splits or split_count(B * kv_heads, tables.shape[1] * keys.shape[1], query.device)
     out = torch.empty((B, heads, D), device=query.device, dtype=query.dtype)
@@ -86,12 +96,12 @@ def paged_attention(
             GROUP=group,
             GROUP_2=max(16, triton.next_power_of_2(group)),
             BLOCK_SIZE=keys.shape[1],
-            BLOCK_K=block_k,
+            BLOCK_K=blocks.keys,
             SINGLE=splits == 1,
             CODES=scales is not None,
             HAS_SINKS=sinks is not None,
-            num_warps=2 if D * query.element_size() >= WIDE_HEAD_BYTES else 4,
-            num_stages=3 if D * keys.element_size() <= 256 else 2,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
         )
         if splits > 1:
             _join(parts, norms, out)
@@ -118,6 +128,12 @@ def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     wanted = WAVES * multiprocessors(device) // max(1, pairs)
     most = MOST_SPLITS if pairs < MANY_PAIRS else FEW_SPLITS
     return max(1, min(wanted, -(-capacity // keys_at_a_time()), most))
+
+
+def key_blocks(head: int, query_bytes: int, key_bytes: int) -> KeyBlocks:
+    """The blocks of keys for heads of that size and numbers of so many bytes."""
+    warps = 2 if head * query_bytes >= WIDE_HEAD_BYTES else 4
+    return KeyBlocks(keys_at_a_time(), warps, 3 if head * key_bytes <= 256 else 2)
 
 
 def keys_at_a_time() -> int:

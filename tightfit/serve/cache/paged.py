@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.kernels.attention.attention import AttentionImpl, attention_eager
 from tightfit.kernels.attention.flash_attention import LARGEST_HEAD
 from tightfit.kernels.attention.sink_attention import sink_attention_eager
-from tightfit.kernels.decoding.paged_attention import keys_at_a_time, paged_attention
+from tightfit.kernels.decoding.paged_attention import paged_attention
 from tightfit.kernels.decoding.paged_prefill import paged_prefill, tile_rows
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.memory.formulas.serving import CacheFormat, stored_vectors
@@ -143,7 +143,7 @@ class PagedCache:
         """Batch-invariant attention [N, heads, D] of tokens whose keys and values are in the cache: the order of a
         token's operations depends on how many keys it sees and on nothing else."""
         if self.has_row_kernel:
-            return self._paged_attention(step, layer, query, splits=ROW_SPLITS, block_k=keys_at_a_time(), **settings)
+            return self._paged_attention(step, layer, query, splits=ROW_SPLITS, **settings)
         window = settings["window"]
         rows: list[Tensor] = []
         for table, lengths in step.runs:
