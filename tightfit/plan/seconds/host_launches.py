@@ -51,12 +51,12 @@ class HostLaunches:
         card_s += self.update_s if levers.update_in_backward else 0.0
         return levers.cuda_graph == "always" or SLOW_HOST * self._reference_launches.both_s > card_s
 
-    @property
+    @cached_property
     def launches(self) -> PassSeconds:
         """The host's seconds of launching a micro-batch's forward and backward, or of replaying their graph."""
         return PassSeconds(forward_s=self._replay_s) if self.is_captured else self._launches(self.ctx.launch_share)
 
-    @property
+    @cached_property
     def waits(self) -> PassSeconds:
         """Seconds that the card waits for launches in a micro-batch's forward and in its backward."""
         launches = self.launches
@@ -119,14 +119,14 @@ class HostLaunches:
         backwards = 2 if self.layout.splits_backward else 1  # autograd runs for inputs, then again for weights
         return PassSeconds(share * ours.forward_s, share * ours.backward_s * backwards)
 
-    @property
+    @cached_property
     def _launches_update_before_loss(self) -> bool:
         """Whether the host launches the update before it reads the loss; torch's AdamW skips non-finite gradients by
         itself."""
         workload = self.ctx.workload
         return workload.engine.launches_update_before_loss and is_torch_adamw(self.levers, wide=workload.updates_wide)
 
-    @property
+    @cached_property
     def _update_launch_s(self) -> float:
         """The host's seconds of launching the update after backward."""
         measured_s = update_launch_s(self.ctx.workload, self.layout, self.levers, self.layers)
