@@ -70,9 +70,7 @@ def decode_attention(
     norms = torch.empty((2, B, heads, splits), device=qkv.device, dtype=torch.float32)
     problem = Problem(scale, window or 0, softcap or 0.0, None)
     group, are_many = heads // kv_heads, pairs >= MANY_PAIRS and splits <= FEW_SPLITS
-    if blocks is None:
-        blocks = key_blocks(D, keys.element_size(), keys.element_size())
-        blocks = blocks if are_many else blocks._replace(warps=4)
+    blocks = blocks or key_blocks(D, keys.element_size(), keys.element_size(), are_many=are_many)
     with on_device_of(qkv):
         _kernel[(kv_heads, splits, B)](
             qkv,

@@ -130,9 +130,10 @@ def split_count(pairs: int, capacity: int, device: torch.device) -> int:
     return max(1, min(wanted, -(-capacity // keys_at_a_time()), most))
 
 
-def key_blocks(head: int, query_bytes: int, key_bytes: int) -> KeyBlocks:
-    """The blocks of keys for heads of that size and numbers of so many bytes."""
-    warps = 2 if head * query_bytes >= WIDE_HEAD_BYTES else 4
+def key_blocks(head: int, query_bytes: int, key_bytes: int, *, are_many: bool = True) -> KeyBlocks:
+    """The blocks of keys for heads of that size and numbers of so many bytes, where pairs of sequence and key head
+    `are_many` or few."""
+    warps = 2 if are_many and head * query_bytes >= WIDE_HEAD_BYTES else 4
     return KeyBlocks(keys_at_a_time(), warps, 3 if head * key_bytes <= 256 else 2)
 
 
