@@ -4,11 +4,10 @@ A captured graph runs layers as an engine does: the qkv product, then attention,
 The first load is also timed with a cache whose blocks hold one key head after the other (`heads_first`).
 Every layer has weights and keys of its own, more of them than the cache holds. `us` is what attention adds to the
 products alone; `bound_us` is what reading keys and values takes at the copy rate of the same run. A cut that differs
-from the eager reference by more than bf16 rounds is named and has no time. Appends to results/decode_attention.csv; a
-minute and a half on an H200.
+from the eager reference by more than bf16 rounds is named and has no time. Appends to results/decode_attention.csv.
 
     python -m benchmarks.decode_attention
-    python -m benchmarks.decode_attention --tiny --results /tmp/rows     # anywhere, interpreted; no times
+    TRITON_INTERPRET=1 python -m benchmarks.decode_attention --tiny --results ROWS    # on a CPU; its times mean nothing
 """
 
 import argparse

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from benchmarks.rows import RESULTS, append_row
 from tightfit.compress.calibration.calibration import read_calibration
-from tightfit.compress.calibration.rounded_streams import RoundedStreams, embedded
 from tightfit.compress.comparison import log_probabilities
 from tightfit.compress.fit.bit_choice import (
     PLAIN_BITS,
@@ -38,6 +37,7 @@ from tightfit.compress.fit.bit_choice import (
     unit_bytes,
     units,
 )
+from tightfit.compress.fit.rounded_streams import RoundedStreams, embedded
 from tightfit.compress.fit.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts

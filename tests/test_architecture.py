@@ -247,6 +247,19 @@ def test_files_and_functions_stay_readable() -> None:
     assert long == []
 
 
+def test_folders_of_kernels_are_floors_too() -> None:
+    """What one folder imports from another never leads back to it."""
+    kernels, reached = PACKAGE / "kernels", dict[str, set[str]]()
+    imported = re.compile(r"from tightfit\.kernels\.(\w+)\.\w+ import")
+    for folder in (path.name for path in kernels.iterdir() if path.is_dir() and path.name != "__pycache__"):
+        named = {name for path in (kernels / folder).glob("*.py") for name in imported.findall(path.read_text("utf-8"))}
+        reached[folder] = named - {folder}
+    for _ in reached:
+        reached = {folder: named.union(*(reached[name] for name in named)) for folder, named in reached.items()}
+    assert len(reached) > 1
+    assert [folder for folder, named in reached.items() if folder in named] == []
+
+
 def test_the_formatter_is_never_switched_off() -> None:
     """What it spreads over too many lines has too many arguments, or wants their names."""
     root = PACKAGE.parent

@@ -16,7 +16,6 @@ from math import exp
 import torch
 from torch import Tensor
 
-from tightfit.compress.calibration.rounded_streams import embedded, measured_losses
 from tightfit.compress.compression import PLAIN_DTYPE, CompressionJob
 from tightfit.compress.fit.bit_choice import (
     LEAST_WIDTHS,
@@ -32,6 +31,7 @@ from tightfit.compress.fit.bit_choice import (
 )
 from tightfit.compress.fit.kept_choice import KeptChoice
 from tightfit.compress.fit.measuring_memory import measuring_ledger
+from tightfit.compress.fit.rounded_streams import embedded, measured_losses
 from tightfit.compress.fit.sensitivity import Sensitivities, measure_sensitivities
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.loss_probe import divergences

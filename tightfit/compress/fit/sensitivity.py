@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.compress.calibration.observation import layer_of, layer_output
-from tightfit.compress.calibration.rounded_streams import (
+from tightfit.compress.comparison import log_probabilities
+from tightfit.compress.fit.bit_choice import WIDTHS, units
+from tightfit.compress.fit.rounded_streams import (
     RoundedStreams,
     embedded,
     round_weight,
     units_of_layer,
     weight_of,
 )
-from tightfit.compress.comparison import log_probabilities
-from tightfit.compress.fit.bit_choice import WIDTHS, units
 from tightfit.compress.loss_probe import chunks
 from tightfit.compress.model_parts import ModelParts
 from tightfit.models.decoder import Decoder

@@ -99,8 +99,9 @@ def rotate_store_eager(
         k = rms_norm_eager(k, k_norm, norm_eps, offset=norm_offset)[0]
     tables = (table[positions][None, None] for table in (cos, sin))
     q, k = rope_eager(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *tables)
-    keys.flatten(0, 1)[slots] = k[0].transpose(0, 1)
-    values.flatten(0, 1)[slots] = v
+    block, place = slots // keys.shape[1], slots % keys.shape[1]
+    keys[block, place] = k[0].transpose(0, 1)
+    values[block, place] = v
     return q[0].transpose(0, 1)
 
 
