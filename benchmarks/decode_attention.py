@@ -1,10 +1,9 @@
 """Microseconds of a decoding step's attention by how many keys a program takes at a time, its warps and its stages.
 
 A captured graph runs layers as an engine does: the qkv product, then attention, which begins while the product ends.
-The first load is also timed with a cache whose blocks hold one key head after the other (`heads_first`).
 Every layer has weights and keys of its own, more of them than the cache holds. `us` is what attention adds to the
 products alone; `bound_us` is what reading keys and values takes at the copy rate of the same run. A cut that differs
-from the eager reference by more than bf16 rounds is named and has no time. Appends to results/decode_attention.csv.
+from attention in float32 by more than bf16 rounds is named and has no time. Appends to results/decode_attention.csv.
 
     python -m benchmarks.decode_attention
     TRITON_INTERPRET=1 python -m benchmarks.decode_attention --tiny --results ROWS    # on a CPU; its times mean nothing
@@ -62,7 +61,7 @@ ONE_LAYER_BYTES = 48 * 2**20
 def cuts(shape: Shape, tiny: bool) -> Iterator[KeyBlocks]:
     """What is tried, the one in use first."""
     yield key_blocks(shape.head, 2, 2)
-    for keys, warps, stages in product((16,) if tiny else (16, 32, 64, 128), (1, 2, 4), (2, 3, 4, 6)):
+    for keys, warps, stages in product((16,) if tiny else (16, 32, 64), (1, 2, 4), (3, 6)):
         if 2 * keys * shape.head * 2 * (stages - 1) <= SHARED_BYTES and keys * shape.head <= 4096 * warps:
             yield KeyBlocks(keys, warps, stages)
 
@@ -70,8 +69,8 @@ def cuts(shape: Shape, tiny: bool) -> Iterator[KeyBlocks]:
 class Layers:
     """Layers of one shape under one load, on one device."""
 
-    def __init__(self, shape: Shape, load: Load, device: torch.device, *, heads_first: bool = False) -> None:
-        self.shape, self.load, self.heads_first = shape, load, heads_first
+    def __init__(self, shape: Shape, load: Load, device: torch.device) -> None:
+        self.shape, self.load = shape, load
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         random = partial(torch.randn, device=device, dtype=dtype)
@@ -82,23 +81,22 @@ class Layers:
         self.tables = order.view(load.sequences, pages)
         self.lengths = torch.full((load.sequences,), load.keys, device=device, dtype=torch.int32)
         self.counters = torch.zeros(load.sequences * shape.kv_heads, device=device, dtype=torch.int32)
-        inner = (shape.kv_heads, BLOCK_SIZE) if heads_first else (BLOCK_SIZE, shape.kv_heads)
-        stored = [random(2, load.sequences * pages, *inner, shape.head) for _ in range(layers)]
-        self.caches = [each.transpose(2, 3) for each in stored] if heads_first else stored
+        blocks = load.sequences * pages
+        self.caches = [random(2, blocks, BLOCK_SIZE, shape.kv_heads, shape.head) for _ in range(layers)]
         outputs = (shape.heads + 2 * shape.kv_heads) * shape.head
         self.weights = [random(outputs, shape.hidden) * shape.hidden**-0.5 for _ in range(layers)]
         self.angles = torch.randn(2, load.keys, shape.head // 2, device=device).to(dtype)
         self.x = random(load.sequences, shape.hidden)
 
     def attend(self, layer: int, blocks: KeyBlocks | None, x: Tensor) -> Tensor:
-        """The layer's qkv product and its attention; by the eager reference where there are no `blocks`."""
+        """The layer's qkv product and its attention; by the eager reference in float32 where there are no `blocks`."""
         (keys, values), (cos, sin) = self.caches[layer], self.angles
         inputs: Any = {"qkv": F.linear(x, self.weights[layer]), "keys": keys, "values": values, "cos": cos, "sin": sin}
-        inputs |= {"tables": self.tables, "lengths": self.lengths}
-        inputs |= {"heads": self.shape.heads, "scale": self.shape.head**-0.5}
+        known: Any = {"tables": self.tables, "lengths": self.lengths}
+        known |= {"heads": self.shape.heads, "scale": self.shape.head**-0.5}
         if blocks is None:
-            return decode_attention_eager(**inputs)
-        return decode_attention(**inputs, counters=self.counters, overlap=x.is_cuda, blocks=blocks)
+            return decode_attention_eager(**{name: each.float() for name, each in inputs.items()}, **known)
+        return decode_attention(**inputs, **known, counters=self.counters, overlap=x.is_cuda, blocks=blocks)
 
     def us(self, blocks: KeyBlocks, rounds: int) -> float:
         """Microseconds of a layer's product and attention."""
@@ -159,16 +157,11 @@ def main() -> None:
             continue
         own = [cut for at, cut in wanted if at == shape]
         rows = measured(Layers(shape, load, device), own, arguments.rounds, rate)
-        if load == loads[0]:
-            rows += measured(Layers(shape, load, device, heads_first=True), own, arguments.rounds, rate)
         for row in rows:
             append_row("decode_attention", row, folder=arguments.results, commit=arguments.commit)
         print(f"\n{shape.name} {load}: bound {rows[0]['bound_us']} us, products {rows[0]['products_us']} us")
         for row in sorted(rows, key=lambda row: float(row["us"] or "inf"))[:8]:
-            print(
-                *(f"{name} {row[name]}" for name in ("us", "block_keys", "warps", "stages", "in_use", "heads_first")),
-                flush=True,
-            )
+            print(*(f"{name} {row[name]}" for name in ("us", "block_keys", "warps", "stages", "in_use")), flush=True)
 
 
 def measured(layers: Layers, blocks: list[KeyBlocks], rounds: int, rate: float) -> list[dict[str, Any]]:
@@ -187,8 +180,7 @@ def measured(layers: Layers, blocks: list[KeyBlocks], rounds: int, rate: float) 
                 "block_keys": cut.keys,
                 "warps": cut.warps,
                 "stages": cut.stages,
-                "in_use": cut == blocks[0] and not layers.heads_first,
-                "heads_first": layers.heads_first,
+                "in_use": cut == blocks[0],
                 "us": round(layers.us(cut, rounds) - products_us, 2) if is_right else "",
                 "error": round(error, 6),
                 "products_us": round(products_us, 2),

@@ -28,6 +28,9 @@ WAVES = 4
 MANY_PAIRS = 32
 """Pairs of sequence and key head from which on there are at most FEW_SPLITS: joining more costs more than it saves."""
 FEW_SPLITS = 8
+NARROW_BLOCK_BYTES = 4096
+"""Keys that one warp takes at a time, where pairs are many: with five blocks ahead, five programs share a
+multiprocessor, so that those of 64 sequences of 8B run at once."""
 WIDE_HEAD_BYTES = 256
 """Bytes of a key from which on two warps are faster than four (docs/LOG.md)."""
 
@@ -133,6 +136,8 @@ def split_count(pairs: int, capacity: int, device: torch.device) -> int:
 def key_blocks(head: int, query_bytes: int, key_bytes: int, *, are_many: bool = True) -> KeyBlocks:
     """The blocks of keys for heads of that size and numbers of so many bytes, where pairs of sequence and key head
     `are_many` or few."""
+    if are_many and key_bytes == 2 and head * key_bytes <= WIDE_HEAD_BYTES and not is_interpreted():
+        return KeyBlocks(NARROW_BLOCK_BYTES // (triton.next_power_of_2(head) * key_bytes), 1, 6)
     warps = 2 if are_many and head * query_bytes >= WIDE_HEAD_BYTES else 4
     return KeyBlocks(keys_at_a_time(), warps, 3 if head * key_bytes <= 256 else 2)
 
