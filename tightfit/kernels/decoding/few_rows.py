@@ -197,10 +197,6 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     if BEFORE_NORM:
         residual = tl.load(residual_ptr + at, mask=here, other=0.0)
         norm = tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset
-    if PARTS_BEFORE:  # before the next kernel's own loads keep memory busy
-        part = tl.arange(0, PARTS_2)
-        in_parts = (part < PARTS_BEFORE)[:, None] & (m < M)[None, :]
-        parts = tl.load(before_ptr + part[:, None] * M + m[None, :], mask=in_parts, other=0.0)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = total
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -210,6 +206,9 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
             total_up = tl.dot(w_blocks.load([N + first, k]), x.T, total_up, input_precision="ieee")
     launch_next(OVERLAP)
     if PARTS_BEFORE:
+        part = tl.arange(0, PARTS_2)
+        in_parts = (part < PARTS_BEFORE)[:, None] & (m < M)[None, :]
+        parts = tl.load(before_ptr + part[:, None] * M + m[None, :], mask=in_parts, other=0.0)
         inverse = tl.rsqrt(tl.sum(parts, 0) / K + eps)[None, :]
         total *= inverse
         total_up *= inverse
