@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton.backends.nvidia.compiler import get_ptxas_version
 
-from benchmarks import decode_step, serve_memory
+from benchmarks import serve_memory
 from tests.conftest import SENTENCES
 from tests.kernels.truth import assert_no_worse
 from tests.models.huggingface.reference import pair
@@ -250,21 +250,3 @@ def test_a_gpus_memory_is_taken_as_the_budget_said() -> None:
     row: Any = serve_memory.measure("1b", argparse.Namespace(device="cuda"))
     for line, error in (("weights", 0.005), ("cache", 0.002), ("total", 0.02)):
         assert row[f"{line}_mib"] == pytest.approx(row[f"predicted_{line}_mib"], rel=error), row
-
-
-@pytest.mark.parametrize("sequences", [2, 5, 64])
-@pytest.mark.parametrize("changes", [{}, {"norm": "rms_plus_one", "qkv_bias": True}], ids=["llama", "biases"])
-def test_norms_inside_products_are_as_near_the_truth(sequences: int, changes: Any) -> None:
-    """Steps of tall bfloat16 weights, which have no kernels for norms alone, beside those that have them."""
-    steps = decode_step.Steps("llama-3.1-8b", 3, sequences, 70, torch.device("cuda"), **changes)
-    with torch.inference_mode():
-        truth = steps.runner(torch.float32).states(steps.step()).double()
-        runner = steps.runner(torch.bfloat16)
-        assert runner.program is not None
-        assert runner.program.norms_in_products
-        found = {}
-        for inside in (True, False):
-            runner.program.norms_in_products = inside
-            found[inside] = runner.states(steps.step())
-    assert not torch.equal(found[True], found[False])
-    assert_no_worse([found[True]], [found[False]], [truth])

@@ -197,11 +197,6 @@ def launch_coded_products(dtype: torch.dtype) -> None:
     activations: tuple[Activation | Literal[""], ...] = ("silu", "")
     for activation in activations:
         tightfit.kernels.decoding.few_rows.few_rows(few, wide, few[0, :256], activation, overlap=True)
-        sums = torch.ones(8, 17)
-        unfinished = tightfit.kernels.decoding.few_rows.ScaledRows(few, sums, 1e-5)
-        tightfit.kernels.decoding.few_rows.few_rows(unfinished, wide, None, activation, overlap=True)
-    s, settings = few[:, :256].contiguous(), {"eps": 1e-5, "offset": 1.0, "overlap": True}
-    tightfit.kernels.decoding.few_rows.few_rows_before_norm(few, wide, None, s, few[0, :256], **settings)
     rounded = tightfit.kernels.quantized.rounded_matmul
     for kind, tokens, known in (
         (torch.int8, 3, None),

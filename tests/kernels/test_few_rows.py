@@ -1,21 +1,11 @@
 """Products of a few tokens with what may stand after them, against eager."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.covering import sampled
 from tests.kernels.truth import DEVICE, DTYPES, HAS_GPU, assert_no_worse
-from tightfit.kernels.decoding.few_rows import (
-    LEAST_OUTPUTS,
-    MOST_ROWS,
-    few_rows,
-    few_rows_before_norm,
-    few_rows_eager,
-    takes_few_rows,
-)
-from tightfit.kernels.norm.rms_norm import rms_norm_eager
+from tightfit.kernels.decoding.few_rows import LEAST_OUTPUTS, MOST_ROWS, few_rows, few_rows_eager, takes_few_rows
 from tightfit.kernels.overlap import can_overlap
 from tightfit.kernels.triton_support import is_interpreted
 from tightfit.models.spec import Activation
@@ -48,33 +38,6 @@ def test_it_is_what_eager_makes(activation: Activation | None, biased: bool, dty
         assert_no_worse([found], [eager], [truth])
 
 
-@sampled(3)
-@pytest.mark.parametrize("dtype", DTYPES[1:] if HAS_GPU else DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_a_norm_between_two_products(
-    activation: Activation | None, biased: bool, offset: float, dtype: torch.dtype
-) -> None:
-    """The sum that is normed, its norm, and the product of that are no further from the truth than eager's."""
-    for M, N, K in ((20, 200, 96), (50, 136, 200)):  # so many numbers that two roundings of them differ little
-        x, weight, bias = numbers(M, N, K, dtype)
-        _, after, bias_after = numbers(M, 2 * K if activation else K, N, dtype)
-        residual, norm = torch.randn(M, N).to(DEVICE, dtype), (torch.rand(N) + 0.5).to(DEVICE, dtype)
-        tensors = [x, weight, bias if biased else None, residual, norm, after, bias_after if biased else None]
-
-        def eager(*given: Any) -> list[torch.Tensor]:
-            x, weight, bias, residual, norm, after, bias_after = given
-            s = few_rows_eager(x, weight, bias) + residual
-            normed = rms_norm_eager(s, norm, 1e-5, offset=offset)[0]
-            return [s, normed.float(), few_rows_eager(normed, after, bias_after, activation or "")]
-
-        s, rows = few_rows_before_norm(x, weight, tensors[2], residual, norm, eps=1e-5, offset=offset)
-        found = [s, rows.finished(), few_rows(rows, after, tensors[6], activation or "")]
-        truth = eager(*(tensor if tensor is None else tensor.double() for tensor in tensors))
-        assert_no_worse(found, eager(*tensors), truth)
-
-
 def test_a_row_has_the_same_bits_whoever_else_is_there() -> None:
     x, weight, bias = numbers(40, 48, 96, torch.float16)
     every = few_rows(x, weight, bias)
@@ -84,10 +47,7 @@ def test_a_row_has_the_same_bits_whoever_else_is_there() -> None:
 
 def test_registered_properly() -> None:
     x, weight, bias = numbers(3, 24, 32, torch.float32)
-    torch.library.opcheck(torch.ops.tightfit.few_rows.default, (x, weight, bias, "silu", None, 0.0, False))
-    residual, norm = torch.randn(3, 24, device=DEVICE), torch.randn(24, device=DEVICE)
-    given = (x, weight, bias, residual, norm, 1.0, False)
-    torch.library.opcheck(torch.ops.tightfit.few_rows_before_norm.default, given)
+    torch.library.opcheck(torch.ops.tightfit.few_rows.default, (x, weight, bias, "silu", False))
 
 
 def test_cuda_libraries_have_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """x · Wᵀ for 2 to 64 tokens and a weight of 16-bit floats: products of decoding many sequences.
 
     y = act(x · Wᵀ + b)        x [M, K], W [N, K] → y [M, N];  gated: W is gate over up [2N, K], y = act(g) · u
-    s = x · Wᵀ + b + residual        and what RMSNorm of s needs: t = s · (w + offset), and sums of s²
 
 Such a product should take as long as reading the weight at full memory bandwidth. Two things stand in the way:
 
@@ -11,10 +10,6 @@ Such a product should take as long as reading the weight at full memory bandwidt
   multiprocessor reads at most of the bandwidth, so inputs need not be split among programs (split-K).
 - Memory is idle while one kernel ends and the next begins. With `overlap` (kernels/overlap.py) a program prefetches its
   first weights into the L2 cache before it waits for its input, and lets the next kernel begin after its own last load.
-
-A norm between two such products needs no kernel: dividing a row of t by √(mean(s²) + ε) commutes with the product after
-it, which reads t and divides its own sums (`ScaledRows`). Each program adds up s² of its outputs alone, and the next
-product adds these partial sums in a fixed order, so results are deterministic.
 
 How a product is tiled depends on the number of tokens, so the bits of a token's row may too.
 
@@ -57,23 +52,8 @@ class FewTile(NamedTuple):
     stages: int
 
 
-class ScaledRows(NamedTuple):
-    """An RMSNorm of rows that the product after it finishes: norm(s) = rows / √(Σ squares / K + eps)."""
-
-    rows: Tensor
-    """s · (w + offset), [M, K]."""
-    squares: Tensor
-    """Partial sums of s², float32 [parts, M]."""
-    eps: float
-
-    def finished(self) -> Tensor:
-        """The norm of s, in float32."""
-        mean = self.squares.sum(0) / self.rows.shape[1]
-        return self.rows.float() * torch.rsqrt(mean + self.eps)[:, None]
-
-
 def few_rows(
-    x: Tensor | ScaledRows,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: Activation | Literal[""] = "",
@@ -81,25 +61,7 @@ def few_rows(
     overlap: bool = False,
 ) -> Tensor:
     """y [M, N] of x [M, K]; with `activation`, weight and bias are gate over up, [2N, K] and [2N]."""
-    if isinstance(x, ScaledRows):
-        return _few_rows(x.rows, weight, bias, activation, x.squares, x.eps, overlap)
-    return _few_rows(x, weight, bias, activation, None, 0.0, overlap)
-
-
-def few_rows_before_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm: Tensor,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    overlap: bool = False,
-) -> tuple[Tensor, ScaledRows]:
-    """s = x · Wᵀ + b + residual [M, N], and its RMSNorm with the weight `norm` [N], for `few_rows` to finish."""
-    s, scaled, squares = _few_rows_before_norm(x, weight, bias, residual, norm, offset, overlap)
-    return s, ScaledRows(scaled, squares, eps)
+    return _few_rows(x, weight, bias, activation, overlap)
 
 
 def few_rows_eager(
@@ -114,20 +76,13 @@ def few_rows_eager(
 
 
 def takes_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel is faster than cuBLAS for few tokens x."""
-    return are_few(x) and x.dtype == weight.dtype and _is_aligned(x) and suits_few_rows(weight)
-
-
-def are_few(x: Tensor) -> bool:
-    """Whether x has 2 to 64 tokens."""
-    return FEWEST_ROWS <= len(x) <= MOST_ROWS
-
-
-def suits_few_rows(weight: Tensor) -> bool:
-    """Whether this kernel is faster than cuBLAS for a weight: tall, 16 bits, aligned rows, Hopper or later."""
-    if not (use_triton("auto", weight) and can_overlap(weight.device) and has_room(weight.device)):
+    """Whether this kernel is faster than cuBLAS: few tokens, a tall 16-bit weight, aligned rows, Hopper or later."""
+    if not (use_triton("auto", x) and FEWEST_ROWS <= len(x) <= MOST_ROWS and can_overlap(weight.device)):
         return False
-    return weight.element_size() == 2 and len(weight) >= LEAST_OUTPUTS and _is_aligned(weight)
+    if not has_room(weight.device):
+        return False
+    is_16_bits = x.dtype == weight.dtype and x.element_size() == 2
+    return is_16_bits and len(weight) >= LEAST_OUTPUTS and _is_aligned(x) and _is_aligned(weight)
 
 
 def has_room(device: torch.device) -> bool:
@@ -160,21 +115,11 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     weight_ptr,
     bias_ptr,
     y_ptr,
-    before_ptr,
-    residual_ptr,
-    norm_ptr,
-    scaled_ptr,
-    squares_ptr,
     M,
-    eps,
-    offset,
     N: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    PARTS_BEFORE: tl.constexpr,
-    PARTS_2: tl.constexpr,
-    BEFORE_NORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,8 +127,7 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
     ASKS_EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """BLOCK_N outputs of all tokens; sums are [outputs, tokens]. x is ScaledRows with PARTS_BEFORE partial sums, or
-    there are none; with BEFORE_NORM the residual is added and ScaledRows are made."""
+    """BLOCK_N outputs of all tokens; sums are [outputs, tokens]."""
     first = tl.program_id(0) * BLOCK_N
     n, m = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     if ASKS_EARLY:
@@ -192,11 +136,6 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         if ACTIVATION != "":
             ask_early(rows + N * K)
     wait_for_previous(OVERLAP)
-    here = (n < N)[:, None] & (m < M)[None, :]
-    at = m[None, :] * N + n[:, None]
-    if BEFORE_NORM:
-        residual = tl.load(residual_ptr + at, mask=here, other=0.0)
-        norm = tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     total_up = total
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -205,13 +144,6 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         if ACTIVATION != "":
             total_up = tl.dot(w_blocks.load([N + first, k]), x.T, total_up, input_precision="ieee")
     launch_next(OVERLAP)
-    if PARTS_BEFORE:
-        part = tl.arange(0, PARTS_2)
-        in_parts = (part < PARTS_BEFORE)[:, None] & (m < M)[None, :]
-        parts = tl.load(before_ptr + part[:, None] * M + m[None, :], mask=in_parts, other=0.0)
-        inverse = tl.rsqrt(tl.sum(parts, 0) / K + eps)[None, :]
-        total *= inverse
-        total_up *= inverse
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION != "":
@@ -220,14 +152,8 @@ def few_rows_kernel(  # type: ignore[no-untyped-def]
         gate, _ = activated(total, ACTIVATION)
         factor, _ = factored(total_up, ACTIVATION)
         total = gate * factor
-    if BEFORE_NORM:
-        total += residual.to(tl.float32)
-    y = total.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, y, mask=here)
-    if BEFORE_NORM:
-        s = y.to(tl.float32)  # as a norm would read it
-        tl.store(scaled_ptr + at, (s * norm[:, None]).to(y.dtype), mask=here)
-        tl.store(squares_ptr + tl.program_id(0) * M + m, tl.sum(s * s, 0), mask=m < M)
+    here = (n < N)[:, None] & (m < M)[None, :]
+    tl.store(y_ptr + m[None, :] * N + n[:, None], total.to(y_ptr.dtype.element_ty), mask=here)
 
 
 def tile_for(block_m: int, outputs: int, item: int, device: torch.device) -> FewTile:
@@ -242,70 +168,19 @@ def tile_for(block_m: int, outputs: int, item: int, device: torch.device) -> Few
     return FewTile(rows, inputs, max(2, staged // ((rows + block_m) * inputs * item)))
 
 
-class _Norms(NamedTuple):
-    """The kernel's arguments about norms: of ScaledRows before the product, and of those made after it."""
-
-    before_ptr: Tensor | None = None
-    eps: float = 0.0
-    residual_ptr: Tensor | None = None
-    norm_ptr: Tensor | None = None
-    scaled_ptr: Tensor | None = None
-    squares_ptr: Tensor | None = None
-    offset: float = 0.0
-
-
 def _run(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: Activation | Literal[""],
-    squares: Tensor | None,
-    eps: float,
     overlap: bool,
+    tile: FewTile | None = None,
 ) -> Tensor:
-    y = torch.empty(len(x), len(weight) // (2 if activation else 1), device=x.device, dtype=x.dtype)
-    _launch(x, weight, bias, y, activation, _Norms(before_ptr=squares, eps=eps), overlap)
-    return y
-
-
-def _run_before_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, offset: float, overlap: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    assert residual.is_contiguous()
-    s, scaled, squares = _before_norm_fake(x, weight, bias, residual, norm, offset, overlap)
-    after = _Norms(residual_ptr=residual, norm_ptr=norm, scaled_ptr=scaled, squares_ptr=squares, offset=offset)
-    _launch(x, weight, bias, s, "", after, overlap)
-    return s, scaled, squares
-
-
-def _before_norm_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, offset: float, overlap: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    programs = triton.cdiv(len(weight), _tile(x, weight).outputs)
-    return torch.empty_like(residual), torch.empty_like(residual), x.new_empty(programs, len(x), dtype=torch.float32)
-
-
-def _tile(x: Tensor, weight: Tensor) -> FewTile:
-    return tile_for(_padded_tokens(x), len(weight), x.element_size(), x.device)
-
-
-def _padded_tokens(x: Tensor) -> int:
-    return max(16, triton.next_power_of_2(len(x)))
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    y: Tensor,
-    activation: Activation | Literal[""],
-    norms: _Norms,
-    overlap: bool,
-) -> None:
-    """Write `y`, and what `norms` has to be written."""
-    (M, K), N, tile = x.shape, y.shape[1], _tile(x, weight)
-    block_m, block_n = _padded_tokens(x), tile.outputs // (2 if activation else 1)
-    parts_before = 0 if norms.before_ptr is None else len(norms.before_ptr)
+    (M, K), halves = x.shape, 2 if activation else 1
+    N, block_m, item = weight.shape[0] // halves, max(16, triton.next_power_of_2(M)), x.element_size()
+    tile = tile or tile_for(block_m, weight.shape[0], item, x.device)
+    block_n = tile.outputs // halves
+    y = torch.empty(M, N, device=x.device, dtype=x.dtype)
     with on_device_of(x):
         few_rows_kernel[(triton.cdiv(N, block_n),)](
             blocks_of(x, block_m, tile.inputs),
@@ -313,7 +188,7 @@ def _launch(
             weight,
             bias,
             y,
-            M=M,
+            M,
             N=N,
             K=K,
             HAS_BIAS=bias is not None,
@@ -322,15 +197,12 @@ def _launch(
             BLOCK_N=block_n,
             BLOCK_K=tile.inputs,
             STAGES=tile.stages,
-            ASKS_EARLY=overlap and K * x.element_size() >= EARLY_BYTES,
+            ASKS_EARLY=overlap and K * item >= EARLY_BYTES,
             OVERLAP=overlap,
-            PARTS_BEFORE=parts_before,
-            PARTS_2=triton.next_power_of_2(parts_before),
-            BEFORE_NORM=norms.scaled_ptr is not None,
             num_warps=4,
-            **norms._asdict(),
             **pdl(overlap),
         )
+    return y
 
 
 def blocks_of(matrix: Tensor, rows: int, columns: int) -> Any:
@@ -339,16 +211,7 @@ def blocks_of(matrix: Tensor, rows: int, columns: int) -> Any:
 
 
 _few_rows = operator(
-    "few_rows(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? squares, float eps, bool overlap)"
-    " -> Tensor",
+    "few_rows(Tensor x, Tensor weight, Tensor? bias, str activation, bool overlap) -> Tensor",
     _run,
-    lambda x, weight, bias, activation, squares, eps, overlap: x.new_empty(
-        len(x), len(weight) // (2 if activation else 1)
-    ),
-)
-_few_rows_before_norm = operator(
-    "few_rows_before_norm(Tensor x, Tensor weight, Tensor? bias, Tensor residual, Tensor norm, float offset,"
-    " bool overlap) -> (Tensor, Tensor, Tensor)",
-    _run_before_norm,
-    _before_norm_fake,
+    lambda x, weight, bias, activation, overlap: x.new_empty(x.shape[0], weight.shape[0] // (2 if activation else 1)),
 )

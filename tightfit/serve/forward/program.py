@@ -2,16 +2,14 @@
 
 Many tokens: a norm, four products, rope, attention and an activation a layer; each residual is added inside the norm
 after it. Some sequences, one token each: norms and attention begin while the kernel before them ends, and so do
-products (kernels/decoding/few_rows.py); where all weights are plain and tall, norms are part of these. One token on a
-GPU (decoding): five kernels of our own a layer, in which norms, rope, activations and residuals are part of the
-products (kernels/decoding/decode_linear.py); with packed weights, norms are kernels of their own where the product's
-kernel does not take them.
+products (kernels/decoding/few_rows.py). One token on a GPU (decoding): five kernels of our own a layer, in which norms,
+rope, activations and residuals are part of the products (kernels/decoding/decode_linear.py); with packed weights, norms
+are kernels of their own where the product's kernel does not take them.
 """
 
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from tightfit.kernels.attention.rope import rope
 from tightfit.kernels.decoding.decode_attention import decode_attention
-from tightfit.kernels.decoding.few_rows import ScaledRows, are_few, suits_few_rows
 from tightfit.kernels.decoding.rotate_store import rotate_store
 from tightfit.kernels.loss.cross_entropy import softcapped
 from tightfit.kernels.overlap import can_overlap
@@ -34,7 +31,7 @@ from tightfit.serve.schedule.step import Step
 from tightfit.serve.weights.joint import JointLayer, join, join_layers
 from tightfit.serve.weights.norm import Norm
 from tightfit.serve.weights.requested import Choice, with_requested
-from tightfit.serve.weights.weight import Fused, PlainWeight
+from tightfit.serve.weights.weight import Fused
 
 
 class Program:
@@ -64,7 +61,6 @@ class Program:
         self.on_gpu = use_triton("auto", model.embed.weight)
         self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store keys write no codes
         self.on_cpu = self.final_norm.on_cpu
-        self.norms_in_products = all(map(_few_token_weights, self.layers))
         self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
 
     def shortened(self) -> "Program":
@@ -85,11 +81,8 @@ class Program:
         """The residual stream after the last layer at the step's rows, [R, H]."""
         self.choice.make(step)
         x = self.model.embed_tokens(step.tokens, step.positions)[0]
-        if self.own_attention and not (step.pieces or step.row_by_row or self.ropes.by_length):
-            if len(x) == 1:
-                return self._one(x, step)
-            if self.norms_in_products and are_few(x) and step.rows.numel() == len(x):
-                return self._few(x, step)
+        if self.own_attention and len(x) == 1 and not (step.pieces or step.row_by_row or self.ropes.by_length):
+            return self._one(x, step)
         return self._many(x, step)
 
     def project(self, states: Tensor) -> Tensor:
@@ -201,30 +194,10 @@ class Program:
             x = layer.down.one_token(inner, Fused(residual=x, overlap=overlap))
         return x
 
-    def _few(self, x: Tensor, step: Step) -> Tensor:
-        """`states` of a decoding step of a few sequences, where all weights are plain and tall."""
-        normed: Tensor | ScaledRows = self.layers[0].attention_norm(x)
-        norms_after = [layer.attention_norm for layer in self.layers[1:]]
-        for layer, norm_after in zip_longest(self.layers, norms_after):
-            qkv, o, gate_up, down = _few_token_weights(layer)
-            x, normed = o.few_tokens_before_norm(self.decode(qkv.few_tokens(normed), layer, step), x, layer.mlp_norm)
-            inner = gate_up.few_tokens(normed, self.spec.activation)
-            if norm_after is not None:
-                x, normed = down.few_tokens_before_norm(inner, x, norm_after)
-        return x + down.few_tokens(inner)
-
     def _is_lean(self, step: Step) -> bool:
         """Whether every sequence has one token, on a CPU, and torch's own attention does (no codes, no softcap)."""
         plain = not self.cache.is_quantized and self.spec.attention_softcap is None
         return self.on_cpu and plain and not (step.pieces or step.row_by_row)
-
-
-def _few_token_weights(layer: JointLayer) -> list[PlainWeight]:
-    """qkv, o, gate_up and down, where kernels/decoding/few_rows.py takes them all; else none. None of float16 either,
-    which might not hold rows whose norm is not finished."""
-    plain = [each for each in (layer.qkv, layer.o, layer.gate_up, layer.down) if isinstance(each, PlainWeight)]
-    suited = [each for each in plain if each.matrix.dtype != torch.float16 and suits_few_rows(each.matrix)]
-    return suited if len(suited) == 4 else []
 
 
 def with_adapters(layer: JointLayer, spec: ModelSpec, choice: Choice) -> JointLayer:

@@ -7,14 +7,14 @@ decoding step on a GPU, which fuses the norm before the product and what comes a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tightfit.kernels.decoding.decode_linear import decode_linear
-from tightfit.kernels.decoding.few_rows import ScaledRows, few_rows, few_rows_before_norm, takes_few_rows
+from tightfit.kernels.decoding.few_rows import few_rows, takes_few_rows
 from tightfit.kernels.mlp.glu import glu
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import Activation
@@ -86,15 +86,6 @@ class PlainWeight(Weight):
         if takes_few_rows(x, self.matrix):
             return few_rows(x, self.matrix, self.bias, activation, overlap=self.overlap)
         return super().gated_product(x, activation)
-
-    def few_tokens(self, x: Tensor | ScaledRows, activation: Activation | Literal[""] = "") -> Tensor:
-        """`product`, or `gated_product`, of 2 to 64 tokens, whose norm may be unfinished."""
-        return few_rows(x, self.matrix, self.bias, activation, overlap=self.overlap)
-
-    def few_tokens_before_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, ScaledRows]:
-        """product + residual of 2 to 64 tokens, and the norm of that sum, unfinished."""
-        settings: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset, "overlap": self.overlap}
-        return few_rows_before_norm(x, self.matrix, self.bias, residual, norm.weight, **settings)
 
     def one_token(self, x: Tensor, fused: Fused) -> Tensor:
         kept: dict[str, Any] = {"bias": self.bias, "out_dtype": fused.out_dtype, **fused.around}
