@@ -286,14 +286,23 @@ def test_malformed_requests_are_refused_with_a_sentence(server: Running) -> None
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("path", "body", "said"),
     [
-        (b"{'prompt': 'a'}", "the body is not JSON: Expecting property name enclosed in double quotes, at character 1"),
-        (b'{"prompt": [null]}', "prompt: item 0 is not a whole number"),
+        (
+            "/v1/completions",
+            b"{'prompt': 'a'}",
+            "the body is not JSON: Expecting property name enclosed in double quotes, at character 1",
+        ),
+        ("/v1/completions", b'{"prompt": [null]}', "prompt: item 0 is not a whole number"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 0}',
+            "max_completion_tokens: Input should be greater than or equal to 1",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_body_is_said_in_words(server: Running, body: bytes, said: str) -> None:
-    assert post(server, "/v1/completions", body)[1]["error"]["message"] == said
+def test_what_is_wrong_with_a_body_is_said_in_words(server: Running, path: str, body: bytes, said: str) -> None:
+    assert post(server, path, body)[1]["error"]["message"] == said
 
 
 def test_a_client_that_hangs_up_frees_everything(server: Running) -> None:

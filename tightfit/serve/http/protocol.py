@@ -202,7 +202,7 @@ class ChatBody(Generation):
     """/v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: Annotated[list[Tool] | None, _at_most(MOST_TOOLS, "tools")] = None
