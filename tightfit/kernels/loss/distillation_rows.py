@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tightfit.kernels.loss.logit_rows import scaled_logit
+from tightfit.kernels.loss.logit_rows import logit
 from tightfit.kernels.triton_support import tl, triton
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
             tl.store(line + at, tl.zeros([BLOCK], student.dtype.element_ty), mask=at < row_stride)
         tl.store(losses + row, 0.0)
     else:
-        at_label = scaled_logit(tl.load(line + label), 1.0, softcap, HAS_SOFTCAP)
+        at_label = logit(tl.load(line + label), 1.0, softcap, HAS_SOFTCAP)
         cold = LOG2E / tau
         factor = tl.load(scale)
         largest, taught_largest = -float("inf"), -float("inf")
@@ -101,10 +101,8 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
         for block in range(blocks):
             at = block * BLOCK + offsets
             real = at < columns
-            z = scaled_logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
-            t = scaled_logit(
-                tl.load(taught + at, mask=at < row_stride, other=0.0), 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP
-            )
+            z = logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
+            t = logit(tl.load(taught + at, mask=at < row_stride, other=0.0), 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
             z, t = tl.where(real, z, -float("inf")), tl.where(real, t, -float("inf"))
             higher = tl.maximum(largest, tl.max(z, 0))
             plain = plain * tl.exp2((largest - higher) * LOG2E) + tl.exp2((z - higher) * LOG2E)
@@ -122,10 +120,8 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
         for step in range(blocks):
             at = (blocks - 1 - step) * BLOCK + offsets
             real = at < columns
-            z = scaled_logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
-            t = scaled_logit(
-                tl.load(taught + at, mask=at < row_stride, other=0.0), 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP
-            )
+            z = logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
+            t = logit(tl.load(taught + at, mask=at < row_stride, other=0.0), 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
             log_p, log_q = z / tau - soft_total, t / tau - taught_total
             p, q = tl.exp2(log_p * LOG2E), tl.exp2(log_q * LOG2E)
             if KIND == 0:
@@ -151,9 +147,9 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
         if KIND > 0:
             for block in range(blocks):
                 at = block * BLOCK + offsets
-                z = scaled_logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
+                z = logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
                 t = tl.load(taught + at, mask=at < row_stride, other=0.0)
-                t = scaled_logit(t, 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
+                t = logit(t, 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
                 log_p, log_q = z / tau - soft_total, t / tau - taught_total
                 if KIND == 1:
                     slope = log_p - log_q - mean

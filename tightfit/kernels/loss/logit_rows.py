@@ -171,7 +171,7 @@ def _launch(
 
 
 @triton.jit
-def scaled_logit(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def logit(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """z = cap(scale · x), with tanh(u) = 1 − 2 / (1 + e^2u)."""
     z = x.to(tl.float32) * scale
     if HAS_SOFTCAP:
@@ -221,7 +221,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
         if MEASURE:
             held = (target >= 0) & (target < columns)
             at_label = tl.load(line + target, mask=held, other=0.0)
-            label = scaled_logit(at_label, scale, softcap, HAS_SOFTCAP)
+            label = logit(at_label, scale, softcap, HAS_SOFTCAP)
             label = tl.where(held, label, tl.where(target == -1, 0.0, float("nan")))
             largest = -float("inf")
             exponentials = tl.zeros([BLOCK], tl.float32)
@@ -230,7 +230,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
                 at = block * BLOCK + offsets
                 real = at < columns
                 x = tl.load(line + at, mask=at < row_stride, other=0.0, eviction_policy="evict_last")
-                z = scaled_logit(x, scale, softcap, HAS_SOFTCAP)
+                z = logit(x, scale, softcap, HAS_SOFTCAP)
                 if SMOOTHED:
                     sums += tl.where(real, z, 0.0)
                 z = tl.where(real, z, -float("inf"))
@@ -251,7 +251,7 @@ def row_kernel(  # type: ignore[no-untyped-def]
             for step in range(blocks):
                 at = (blocks - 1 - step) * BLOCK + offsets
                 x = tl.load(line + at, mask=at < row_stride, other=0.0, eviction_policy="evict_first")
-                z = scaled_logit(x, scale, softcap, HAS_SOFTCAP)
+                z = logit(x, scale, softcap, HAS_SOFTCAP)
                 gradient = tl.exp2((z - total) * LOG2E) * slope - smoothing_weight
                 gradient -= tl.where(at == target, label_weight, 0.0)
                 if HAS_SOFTCAP:
