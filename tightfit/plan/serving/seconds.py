@@ -20,7 +20,7 @@ time has other parts (cpu_seconds.py).
 import math
 from dataclasses import dataclass
 
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.quantized.scheme import PACKED_BITS, Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
 from tightfit.plan.serving.step import Step, layer_params, moved_elements
@@ -46,8 +46,6 @@ PACKED_PRODUCTS_SHARE, BLOCK_PRODUCTS_SHARE = 0.36, 0.72
 ROUNDED_READ_SHARE, ROUNDED_PRODUCTS_SHARE = 0.78, 0.9
 """Shares of reading and of 8-bit products where inputs are rounded too, which takes time:
 kernels/quantized/rounded_matmul.py."""
-MULTIPLIED_BITS = (2, 4, 8)
-"""Widths of integers that kernels read packed; weights of other widths are always dequantized."""
 MOST_OUTLIER_TOKENS, MOST_OUTLIER_BITS = 16, 4
 """Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/quantized/spqr_linear.py."""
 
@@ -77,7 +75,7 @@ class PackedProducts:
         in_blocks = scheme.kind == "int" and scheme.bits == BLOCK_BITS and scheme.group % BLOCK_GROUP == 0
         if on_hopper and in_blocks and not scheme.outliers:
             return cls(read_share=read_share, most_tokens=BLOCK_TOKENS, product_share=BLOCK_PRODUCTS_SHARE)
-        is_multiplied = scheme.kind == "int" and scheme.bits in MULTIPLIED_BITS and not scheme.outliers
+        is_multiplied = scheme.kind == "int" and scheme.bits in PACKED_BITS and not scheme.outliers
         return cls(read_share=read_share, most_tokens=SOME_TOKENS if is_multiplied else 0)
 
 

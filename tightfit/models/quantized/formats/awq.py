@@ -32,6 +32,9 @@ class Awq(FileFormat):
             else "it has 4-bit integers in groups only, without outliers"
         )
 
+    def refuse_module(self, module: str) -> str | None:
+        return "its readers keep the output projection plain; use compressed-tensors" if module == "lm_head" else None
+
     def refuse_shape(self, outputs: int, inputs: int, scheme: Scheme) -> str | None:
         return f"{outputs} outputs fill no whole words of 4-bit codes, as AWQ needs" if outputs % 8 else None
 

@@ -62,6 +62,8 @@ class BitsAndBytes(FileFormat):
         return None if scheme in (NF4_SCHEME, INT8_SCHEME) else "it has NF4 and LLM.int8 only"
 
     def refuse_module(self, module: str) -> str | None:
+        if module == "lm_head":
+            return "transformers keeps the output projection plain; use compressed-tensors"
         reason = "transformers cannot use the codes of experts; keep those, by a step for '*.experts.*'"
         return reason if ".experts." in module else None
 

@@ -122,7 +122,7 @@ class CompressedTensors(FileFormat):
             "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": sorted({"lm_head", *plain}),
+            "ignore": sorted({"lm_head", *plain} - schemes.keys()),
             "kv_cache_scheme": None,
             **({"dequantize": True} if _needs_expanding(by_scheme) else {}),
         }

@@ -94,6 +94,6 @@ class Gptq(FileFormat):
             "desc_act": self.reordered,
             "damp_percent": 0.01,
             "true_sequential": True,
-            "lm_head": False,
+            "lm_head": "lm_head" in schemes,
             "checkpoint_format": "gptq" if self.zeros_minus_one else "gptq_v2",
         }
