@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from tightfit.compress.layer_compression import code_weight
 from tightfit.compress.matrices import HEAD
+from tightfit.compress.memory import HEAD_ROWS
 from tightfit.compress.recipe import Step
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
 from tightfit.models.quantized.formats.format import FileFormat
 
-PIECE_ROWS = 4096
 MODULE = "lm_head"
 """Its name in files, in every family."""
 
 
 def code_head(weight: Tensor, step: Step) -> CodedWeight:
     """The codes of the output projection [V, H]."""
-    pieces = [code_weight(HEAD, piece.float(), None, step) for piece in weight.split(PIECE_ROWS)]
+    pieces = [code_weight(HEAD, piece.float(), None, step) for piece in weight.split(HEAD_ROWS)]
     return stack_rows(pieces, HEAD)
 
 

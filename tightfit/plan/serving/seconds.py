@@ -88,6 +88,8 @@ class StepRates:
     attention_flops: float
     packed: PackedProducts | None = None
     """None where weights are plain."""
+    head_bytes: int | None = None
+    """Bytes of the output projection's codes; None where it is plain."""
     layer_s: float = LAYER_LAUNCH_S
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
@@ -105,15 +107,18 @@ class StepRates:
     def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
         """Seconds of reading weights in the form that products read, and seconds of products."""
         packed, head = self.packed, spec.vocabulary_params
-        layers_flop, head_flop = 2 * layer_params(spec) * step.tokens, 2 * head * step.answers
+        layers_flop, head_flop = 2.0 * layer_params(spec) * step.tokens, 2.0 * head * step.answers
         plain = (layers_flop + head_flop) / self.product_flops
         if packed is None:
             return weight_bytes / self.bytes_per_second, plain
         if step.tokens > packed.most_tokens:
-            return self.element_bytes * (layer_params(spec) + head) / self.bytes_per_second, plain
+            head_bytes = self.element_bytes * head if self.head_bytes is None else self.head_bytes
+            return (self.element_bytes * layer_params(spec) + head_bytes) / self.bytes_per_second, plain
         reading = weight_bytes / (self.bytes_per_second * packed.read_share)
         if step.tokens <= FEW_TOKENS:
             return reading, plain
+        is_unpacked = self.head_bytes is not None and step.answers > FEW_TOKENS
+        head_flop /= packed.product_share if is_unpacked else 1
         return reading, (layers_flop / packed.product_share + head_flop) / self.product_flops
 
     def _expanding(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
