@@ -16,11 +16,9 @@ from tightfit.compress.matrices import HEAD
 from tightfit.compress.memory import HEAD_ROWS
 from tightfit.compress.recipe import Step
 from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
 from tightfit.models.quantized.formats.format import FileFormat
-
-MODULE = "lm_head"
-"""Its name in files, in every family."""
 
 
 def code_head(weight: Tensor, step: Step) -> CodedWeight:
@@ -33,8 +31,8 @@ def code_head(weight: Tensor, step: Step) -> CodedWeight:
 def with_codes(model: Decoder, tensors: Mapping[str, Tensor], form: FileFormat, config: Mapping[str, Any]) -> Decoder:
     """A copy of `model`, which has a final norm and an output projection only, whose projection is that in the
     `tensors` of a file."""
-    own = {suffix: tensors[name] for suffix in form.suffixes if (name := f"{MODULE}.{suffix}") in tensors}
-    weight = form.decode(own, form.scheme(config, MODULE), MODULE).dequantize()
+    own = {suffix: tensors[name] for suffix in form.suffixes if (name := f"{HEAD_MODULE}.{suffix}") in tensors}
+    weight = form.decode(own, form.scheme(config, HEAD_MODULE), HEAD_MODULE).dequantize()
     other = copy(model)
     outputs, inputs = weight.shape
     other._modules = {**model._modules, HEAD: nn.Linear(inputs, outputs, bias=False, device="meta")}

@@ -295,8 +295,15 @@ def recipe_of(method: str, **options: Any) -> Recipe:
         for i, name in enumerate(names)
     ]
     if head is not None:
-        steps.append(_step({"method": "rtn", "bits": head, "layers": HEAD}, "--head"))
+        steps.append(_head_step(head, steps[-1].scheme(), given))
     return _checked(steps, "--method")
+
+
+def _head_step(bits: int, layers: Scheme | None, given: dict[str, Any]) -> Step:
+    """The step of `--head`: in as many bits as the layers, with their group and symmetry too."""
+    is_alike = layers is not None and (layers.kind, layers.bits) == ("int", bits)
+    shared = {name: given[name] for name in ("group", "symmetric") if is_alike and name in given}
+    return _step({"method": "rtn", "bits": bits, "layers": HEAD, **shared}, "--head")
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.described import described_scheme
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import read_config
@@ -71,8 +72,6 @@ HELD: dict[str, dict[str, Held]] = {
     },
 }
 """What a layer keeps of every tensor of a quantized module, by layout and suffix."""
-HEAD = "lm_head"
-"""The output projection, in files of every family."""
 SCALES = ("weight_scale", "scales")
 """Suffixes of scales; a module has as many zero points as scales."""
 ONLY_CODED = re.compile(r"\.(weight_packed|weight_scale|qweight|SCB|weight\.quant_state\.bitsandbytes__nf4)$")
@@ -138,7 +137,7 @@ def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
 
 def _is_unused(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor is of a tied output projection that was written all the same."""
-    return spec.tied and name.startswith(f"{HEAD}.")
+    return spec.tied and name.startswith(f"{HEAD_MODULE}.")
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -185,7 +184,7 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
     plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
     held = {module: _held_bytes(parts, schemes[module], method) for module, parts in own.items()}
     told = sorted({scheme.describe() for scheme in schemes.values()})
-    in_layers = [scheme for module, scheme in schemes.items() if module != HEAD]
+    in_layers = [scheme for module, scheme in schemes.items() if module != HEAD_MODULE]
     used = max(in_layers, key=lambda scheme: expanded_bytes(spec, scheme), default=None)
     return HeldWeights(
         coded_bytes=sum(held.values()),
@@ -193,7 +192,7 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
         expanded_bytes=0 if used is None else expanded_bytes(spec, used),
         description=", ".join(told),
         scheme=used,
-        head=CodedHead(schemes[HEAD], held[HEAD]) if HEAD in schemes else None,
+        head=CodedHead(schemes[HEAD_MODULE], held[HEAD_MODULE]) if HEAD_MODULE in schemes else None,
     )
 
 
