@@ -25,6 +25,7 @@ from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_into, load_model
+from tightfit.models.quantized.described import described_scheme
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.saving import export_model, write_model
 from tightfit.models.text.tokenizer import Tokenizer
@@ -57,14 +58,15 @@ def with_plain_head(folder: Path) -> Decoder:
 
 
 def by_hand(weight: Tensor, bits: int) -> Tensor:
-    """8 bits: symmetric, a float32 scale a row. 4 bits: asymmetric, float16 scales of groups of 64, which is a row."""
+    """8 bits: symmetric, a float32 scale a row. 4 bits: asymmetric, float16 scales of groups of 32, as the layers'."""
     if bits == 8:
         scale = weight.abs().amax(1, keepdim=True) / 127.5
         return (weight / scale).round().clamp(-128, 127) * scale
-    low, high = weight.amin(1, keepdim=True).clamp(max=0), weight.amax(1, keepdim=True).clamp(min=0)
+    groups = weight.unflatten(1, (-1, 32))
+    low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).half().float()
     zero = (-low / scale).round().clamp(0, 15)
-    return ((weight / scale + zero).round().clamp(0, 15) - zero) * scale
+    return (((groups / scale + zero).round().clamp(0, 15) - zero) * scale).flatten(1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -75,7 +77,7 @@ def test_codes_are_the_nearest(
     """Beside layers coded by another method; logits and losses are those of a plain projection with these numbers."""
     source = tiny if is_tied else apart
     report = run(source, tmp_path / "small", recipe_of("gptq", head=bits, **LAYERS), text, token_cache)
-    assert report.recipe.endswith(f"then rtn int{bits} {'per channel' if bits == 8 else 'g64 asym'} for head")
+    assert report.recipe.endswith(f"then rtn int{bits} {'per channel' if bits == 8 else 'g32 asym'} for head")
     model, original = load_model(str(tmp_path / "small")).model, load_model(str(source)).model
     found = coded_head(tmp_path / "small").dequantize(torch.float32)
     torch.testing.assert_close(found, by_hand(original.head.weight, bits), rtol=1e-5, atol=1e-6)
@@ -151,6 +153,16 @@ def test_gguf_holds_what_the_codes_stand_for(apart: Path, tmp_path: Path) -> Non
     export_model(str(tmp_path / "small"), tmp_path / "small.gguf", form="gguf", dtype="fp32")
     found = load_model(str(tmp_path / "small.gguf")).model.head.weight
     torch.testing.assert_close(found, coded_head(tmp_path / "small").dequantize(torch.float32), rtol=0, atol=0)
+
+
+def test_settings_of_one_module_are_read() -> None:
+    """As GPTQModel writes a projection that has other bits than the layers."""
+    dynamic = {"-:.*q_proj": {}, "+:lm_h": {"bits": 8, "group_size": 32}, "model": {"sym": False}}
+    config = {"bits": 4, "group_size": 64, "sym": True, "dynamic": dynamic}
+    found = [described_scheme("gptq", config, module).describe() for module in ("lm_head", "model.x", "other")]
+    assert found == ["int8 g32", "int4 g64 asym", "int4 g64"]
+    with pytest.raises(UserError, match="more than 32 regular expressions"):
+        described_scheme("gptq", config | {"dynamic": dict.fromkeys(map(str, range(33)))}, "lm_head")
 
 
 @pytest.mark.parametrize(

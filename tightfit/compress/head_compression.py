@@ -33,8 +33,14 @@ def with_codes(model: Decoder, tensors: Mapping[str, Tensor], form: FileFormat, 
     `tensors` of a file."""
     own = {suffix: tensors[name] for suffix in form.suffixes if (name := f"{HEAD_MODULE}.{suffix}") in tensors}
     weight = form.decode(own, form.scheme(config, HEAD_MODULE), HEAD_MODULE).dequantize()
-    other = copy(model)
-    outputs, inputs = weight.shape
-    other._modules = {**model._modules, HEAD: nn.Linear(inputs, outputs, bias=False, device="meta")}
+    other: Decoder = _apart(model)
+    other.head = _apart(model.head)
     other.head.weight = nn.Parameter(weight.to(model.head.weight.device), requires_grad=False)
+    return other
+
+
+def _apart(module: Any) -> Any:
+    """A copy of a module whose parts can be replaced; those that are not are shared."""
+    other = copy(module)
+    other._modules, other._parameters = dict(module._modules), dict(module._parameters)
     return other

@@ -8,7 +8,7 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | the KV cache of that text | w · 2 T k · layers |
 | load | embedding or output projection, and its copy in 16 bits to be written | 4 V h + 2 V h |
 | | both, where they are tied: allocated apart and then tied | 2 · 4 V h |
-| | a coded output projection, whose rows are rounded R ≤ 4096 at a time (head_compression.py) | 4 V h + V h + 16 R h |
+| | a coded output projection, rounded R ≤ 4096 rows at a time (head_compression.py) | 4 V h + 12 R h + (V − R) h |
 | | the original's and the coded one's, from b-bit words and codes, to measure the loss | 2 · 4 V h + (1 + b / 8) V h |
 | | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
@@ -137,9 +137,10 @@ def _ends(spec: ModelSpec, recipe: Recipe, *, has_rows: bool) -> Line:
     scheme = None if step is None else step.scheme()
     found = [(2 * FLOAT * matrix, "2 · 4 V h") if spec.tied else ((FLOAT + 2) * matrix, "4 V h + 2 V h")]
     if scheme is not None:
-        rounded = int(ROUNDING.copies * FLOAT) * min(spec.vocab_size, HEAD_ROWS) * spec.hidden_size
+        at_once = min(spec.vocab_size, HEAD_ROWS) * spec.hidden_size
         scales = spec.vocab_size * FLOAT * scheme.groups(spec.hidden_size) * (1 if scheme.symmetric else 2)
-        found.append(((FLOAT + 1) * matrix + rounded + scales, "4 V h + V h + 16 R h and scales"))
+        rounding = (FLOAT + 1) * matrix + (3 * FLOAT - 1) * at_once + scales
+        found.append((rounding, "4 V h + 12 R h + (V − R) h and scales"))
         found.append(((FLOAT + 2) * matrix + 2 * scales, "4 V h + 2 V h and scales"))
         if has_rows:
             found.append(((2 * FLOAT + 1) * matrix + scheme.bits * matrix // 8, "2 · 4 V h + (1 + b / 8) V h"))

@@ -18,7 +18,7 @@ WORD = 32
 TILE_WORDS = 16
 STRIP_ROWS = 16
 """Rows whose tiles alternate in memory."""
-PIECE_CODES = 2**24
+PIECE_CODES = 2**20
 """Codes that are packed at a time: intermediates take eight bytes for each."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring codes stands in each nibble of an AWQ word, lowest nibble first."""
