@@ -110,8 +110,7 @@ def test_layers_of_other_shapes(spec: ModelSpec, method: str) -> None:
 
 @contextmanager
 def files_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files are mapped, which is no allocation though tensors are views of it: what is read from them is claimed.
-    Decoders without memory, for their shapes, are no allocations either."""
+    """Files are mapped, which is no allocation though tensors are views of it: what is read from them is claimed."""
     read_part, read_shard = ModelParts._part, WorkingDirectory.tensors
 
     def part(self: ModelParts, *given: Any) -> Any:
@@ -124,15 +123,22 @@ def files_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         with tracer.pause():
             return {name: tensor.clone() for name, tensor in read_shard(self, number).items()}
 
+    monkeypatch.setattr(ModelParts, "_part", part)
+    monkeypatch.setattr(WorkingDirectory, "tensors", shard)
+    yield
+    monkeypatch.undo()
+
+
+@contextmanager
+def shapes_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decoders on no device, made for the shapes of their parameters, take no memory."""
+
     def shapes(*given: Any) -> Any:
         with tracer.pause():
             return blank_decoder(*given)
 
     monkeypatch.setattr("tightfit.models.quantized.directory.blank_decoder", shapes)
-    monkeypatch.setattr(ModelParts, "_part", part)
-    monkeypatch.setattr(WorkingDirectory, "tensors", shard)
     yield
-    monkeypatch.undo()
 
 
 def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
@@ -208,7 +214,7 @@ def test_a_coded_projection(
         length=32,
         cache=token_cache,
     )
-    with Tracer() as tracer, files_aside(tracer, monkeypatch):
+    with Tracer() as tracer, files_aside(tracer, monkeypatch), shapes_aside(tracer, monkeypatch):
         compress(job, said.append, lambda *done: None)
     alive_bytes = tracer.trace.replay().peak_allocated_bytes
     assert said[0].ledger is not None
