@@ -28,6 +28,7 @@ from tightfit.compress.structure.structured import KeptShape
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.memory.ledger import Phase
 from tightfit.memory.tracing import Tracer
+from tightfit.models.blank import blank_decoder
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, Latent, ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer
@@ -128,6 +129,18 @@ def files_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.undo()
 
 
+@contextmanager
+def shapes_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Decoders on no device, made for the shapes of their parameters, take no memory."""
+
+    def shapes(*given: Any) -> Any:
+        with tracer.pause():
+            return blank_decoder(*given)
+
+    monkeypatch.setattr("tightfit.models.quantized.directory.blank_decoder", shapes)
+    yield
+
+
 def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
     said: list[CompressionCost] = []
     if method in ("svd", "whitened"):
@@ -174,6 +187,39 @@ def test_a_whole_model(
     assert cost.ledger is not None
     assert cost.ledger.fullest() == (phase, 0)
     assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes
+
+
+@pytest.mark.parametrize(("vocab_size", "bits", "is_tied"), [(3000, 4, False), (24_000, 8, False), (24_000, 4, True)])
+def test_a_coded_projection(
+    vocab_size: int,
+    bits: int,
+    is_tied: bool,
+    tokenizer: Tokenizer,
+    text: Path,
+    token_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While its rows are rounded, all at once where they are few, or while the loss is measured with it."""
+    spec = replace(LONG, vocab_size=vocab_size, tied=is_tied)
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(spec), tokenizer)
+    said: list[CompressionCost] = []
+    job = CompressionJob(
+        model=str(tmp_path / "model"),
+        out=tmp_path / "small",
+        recipe=recipe_of("gptq", bits=4, group=64, head=bits),
+        data=(str(text),),
+        samples=1,
+        length=32,
+        cache=token_cache,
+    )
+    with Tracer() as tracer, files_aside(tracer, monkeypatch), shapes_aside(tracer, monkeypatch):
+        compress(job, said.append, lambda *done: None)
+    alive_bytes = tracer.trace.replay().peak_allocated_bytes
+    assert said[0].ledger is not None
+    assert said[0].ledger.fullest() == ("load", 0)
+    assert said[0].memory_bytes == pytest.approx(alive_bytes, rel=0.1)
 
 
 def test_a_model_that_writes_its_own_text(

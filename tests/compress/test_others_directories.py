@@ -6,6 +6,7 @@ model with its own functions, and its own reader computes what is compared with.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,12 @@ def by_llm_compressor(tiny: Path, folder: Path, scheme: str = "", **weights: Any
     return wanted
 
 
-def by_gptqmodel(tiny: Path, folder: Path) -> Tensor:
+def by_gptqmodel(tiny: Path, folder: Path, **more: Any) -> Tensor:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it asks for two on every machine
     pytest.importorskip("gptqmodel")
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
-    config = QuantizeConfig(bits=4, group_size=32, desc_act=False, sym=True)
+    config = QuantizeConfig(bits=4, group_size=32, desc_act=False, sym=True, **more)
     model = GPTQModel.load(str(tiny), config, device="cpu", dtype=torch.float32)
     rows = [torch.randint(0, 250, (64,), generator=torch.Generator().manual_seed(i)) for i in range(8)]
     model.quantize([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows], batch_size=1)
@@ -98,10 +99,11 @@ MAKERS: dict[str, Callable[[Path, Path], Tensor]] = {
     "llm-compressor w8a8": partial(by_llm_compressor, scheme="W8A8"),
     "llm-compressor fp8": partial(by_llm_compressor, scheme="FP8_DYNAMIC"),
     "gptqmodel": by_gptqmodel,
+    "gptqmodel head": partial(by_gptqmodel, lm_head=True),
 }
 
 
-COMPUTED_IN_FLOAT16 = ("gptqmodel",)
+COMPUTED_IN_FLOAT16 = ("gptqmodel", "gptqmodel head")
 ROUNDED_INPUTS = ("llm-compressor w8a8", "llm-compressor fp8")
 """By a scale per token: where a sum differs in its last bit, a number may go to the next code."""
 
@@ -109,11 +111,12 @@ ROUNDED_INPUTS = ("llm-compressor w8a8", "llm-compressor fp8")
 @pytest.mark.parametrize("name", MAKERS)
 def test_their_directories_are_read(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    write_model(tmp_path / "model", random_model(SPEC), tokenizer)
+    has_head = name.endswith("head")
+    write_model(tmp_path / "model", random_model(replace(SPEC, tied=not has_head)), tokenizer)
     theirs = MAKERS[name](tmp_path / "model", tmp_path / "theirs")
     model = load_model(str(tmp_path / "theirs")).model
     coded = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    assert len(coded) == 7 * SPEC.layers
+    assert len(coded) == 7 * SPEC.layers + has_head
     ours = logits_of(model)
     near = 1e-2 if name in (*COMPUTED_IN_FLOAT16, *ROUNDED_INPUTS) else 2e-3
     assert float((ours - theirs).abs().max()) < near * float(theirs.abs().max())

@@ -143,3 +143,13 @@ def test_codes_of_models_with_experts_are_symmetric_unless_said(symmetric: bool 
 def test_families_that_cannot_be_rotated(name: str, said: str) -> None:
     with pytest.raises(UserError, match=rf"a {name} model has {said}.* cannot be rotated"):
         rotated_spec(FAMILIES[name])
+
+
+def test_a_head_of_the_layers_width_is_coded_like_them() -> None:
+    """So that formats with one scheme can hold both; in another width it has that one's defaults."""
+    for bits, wanted in ((4, "int4 g64"), (8, "int8 per channel"), (2, "int2 g128 asym")):
+        step = recipe_of("gptq", bits=4, group=64, symmetric=True, head=bits).coding("head")
+        scheme = None if step is None else step.scheme()
+        assert scheme is not None
+        assert scheme.describe() == wanted
+    assert recipe_of("fp8", head=8).describe() == "fp8, then rtn int8 per channel for head"

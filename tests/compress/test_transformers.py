@@ -22,6 +22,12 @@ from tightfit.models.text.tokenizer import Tokenizer
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "compressed-tensors": ("gptq", {"bits": 4, "group": 32}, "compressed_tensors"),
+    "compressed-tensors head": ("rtn", {"bits": 4, "group": 64, "head": 4}, "compressed_tensors"),
+    "compressed-tensors head in 8 bits": (
+        "gptq",
+        {"bits": 4, "group": 32, "symmetric": True, "head": 8},
+        "compressed_tensors",
+    ),
     "compressed-tensors 3 bits": ("rtn", {"bits": 3, "group": 32}, "compressed_tensors"),
     "compressed-tensors asymmetric per row": ("rtn", {"bits": 4, "group": 0}, "compressed_tensors"),
     "compressed-tensors asymmetric per tensor": ("rtn", {"bits": 4, "group": -1}, "compressed_tensors"),
@@ -87,14 +93,14 @@ def test_experts_as_recipes_leave_them(
     assert float((ours - theirs).abs().max()) < 1e-3 * float(ours.abs().max())
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq 8 bits", "awq"])
+@pytest.mark.parametrize("name", ["gptq", "gptq 8 bits", "gptq head", "awq"])
 def test_gptqmodel_computes_the_same(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """Without transformers' part of loading. Asymmetric codes in GPTQ's layout it takes from itself alone (7.7)."""
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it asks for two on every machine
     package = pytest.importorskip("gptqmodel")
     method, options, _ = CASES[name.split()[0]]
-    bits = {"bits": 8} if name.endswith("8 bits") else {}
-    run(tiny, tmp_path / "small", recipe_of(method, **{**options, **bits}), text, token_cache, format=name.split()[0])
+    more = {"gptq 8 bits": {"bits": 8}, "gptq head": {"group": 64, "head": 4}}.get(name, {})
+    run(tiny, tmp_path / "small", recipe_of(method, **{**options, **more}), text, token_cache, format=name.split()[0])
     backend = package.BACKEND.AUTO if name == "awq" else package.BACKEND.TORCH
     read = package.GPTQModel.load(str(tmp_path / "small"), device="cpu", backend=backend, dtype=torch.float16)
     with torch.no_grad():

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from tests.covering import sampled
 from tests.distributed.group import Group
 from tests.train.models import TINY, TINY_ROUTED
+from tightfit.compress.compression import CompressionJob, compress
+from tightfit.compress.recipe import recipe_of
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.models.loading import load_model
 from tightfit.models.presets import preset
 from tightfit.models.saving import write_model
 from tightfit.models.spec import ModelSpec
@@ -86,6 +89,16 @@ def test_ranks_answer_as_one_process(name: str, spread: Spread, group: Make, tmp
     wanted = answered(Engine(model, None, CONFIG))
     assert len({tuple(tokens) for tokens in wanted}) > 2
     assert group(spread.ranks).run(serve_on_rank, source, spread, CONFIG)[0] == wanted
+
+
+def test_ranks_expand_a_coded_projection(group: Make, tmp_path: Path) -> None:
+    """Each its own rows of the vocabulary, as ranks expand the codes of layers."""
+    source, _ = saved(replace(SHAPES["llama"], vocab_size=96), tmp_path / "model")
+    coding = CompressionJob(model=source, out=tmp_path / "small", recipe=recipe_of("rtn", bits=8, head=8))
+    compress(coding, lambda cost: None, lambda done, total, layer: None)
+    small = str(tmp_path / "small")
+    wanted = answered(Engine(load_model(small, packed=False).model, None, CONFIG))
+    assert group(2).run(serve_on_rank, small, Spread(tensor=2), CONFIG)[0] == wanted
 
 
 def test_ranks_keep_codes_and_give_way_in_small_caches(group: Make, tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def launch_packed_products(card: Card) -> None:
         rows.launch_packed_rows(few, packed, scale, bits=4, group=128, tiles=share, **parts, overlap=overlap)
     one, bias = torch.ones(1, 256, dtype=dtype), packed[:, 0].to(dtype)
     around: Parts = {"zero": scale, "norm": one[0], "bias": bias, "activation": "silu"}
-    for parts in card.some({"zero": None, "residual": one}, around):
+    for parts in card.some({"zero": None, "residual": one, "out_dtype": torch.float32}, around):
         tightfit.kernels.quantized.packed_vector.packed_vector(
             one, packed, scale, bits=4, group=128, **parts, overlap=overlap
         )

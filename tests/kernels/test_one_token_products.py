@@ -68,6 +68,19 @@ def test_packed(shape: tuple[int, int, bool], case: dict[str, Any], dtype: torch
     assert_as_eager(found, x, expanded_eager(words, scale, zero, bits, inputs, torch.float64), tensors, rest)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_logits_are_not_rounded_to_the_dtype_of_states(bits: int) -> None:
+    """What an output projection's products are compared by: in float32 they are those of x's dtype before rounding."""
+    words, scale, zero = weights(768, 48, bits, 128, True)
+    torch.manual_seed(2)
+    x = torch.randn(1, 768).to(DEVICE, torch.float16)
+    rounded = packed_vector(x, words, scale, zero, bits, 128)
+    exact = packed_vector(x, words, scale, zero, bits, 128, out_dtype=torch.float32)
+    assert exact.dtype == torch.float32
+    assert torch.equal(exact.half(), rounded)
+    assert not torch.equal(exact, rounded.float())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inputs_of_any_size_are_kept(dtype: torch.dtype) -> None:
     """One input a thousand times its neighbours, a tile of zeros, a tile of tiny ones: each tile has its own scale."""

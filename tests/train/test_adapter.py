@@ -260,6 +260,16 @@ def test_a_model_that_has_changed_is_found_out(make: Make, base: Path, tmp_path:
         load_model(str(job.output))
 
 
+def test_a_coded_projection_is_refused(make: Make, base: Path, tmp_path: Path) -> None:
+    """By the run and by its plan, before anything is written."""
+    coding = CompressionJob(model=str(base), out=tmp_path / "coded", recipe=recipe_of("rtn", bits=4, group=32, head=8))
+    compress(coding, lambda cost: None, lambda done, total, layer: None)
+    job = make("refused", tmp_path / "coded")
+    with pytest.raises(UserError, match=r"has a coded output projection, .*; train adapters on a model that was"):
+        run_job(job, quiet=True)
+    assert not job.output.exists()
+
+
 def test_adapters_need_a_model_with_weights(make: Make) -> None:
     random = make("random", tokenizer={"source": "train", "vocab_size": 320}, model={"source": "tiny-llama"})
     with pytest.raises(UserError, match="at random"):

@@ -317,6 +317,16 @@ def test_teachers_that_cannot_teach(changes: dict[str, Any], said: str, learning
     assert not job.output.exists()
 
 
+def test_a_teacher_with_a_coded_projection_is_refused(learning: Callable[..., Job], tmp_path: Path) -> None:
+    teacher = str(learning().distill.teacher)
+    coding = CompressionJob(model=teacher, out=tmp_path / "coded", recipe=recipe_of("rtn", bits=4, group=8, head=8))
+    compress(coding, lambda cost: None, lambda done, total, layer: None)
+    job = learning("refused", distill={"teacher": str(tmp_path / "coded")})
+    with pytest.raises(UserError, match="whose output projection is coded; give a teacher that was compressed without"):
+        run_job(job, quiet=True)
+    assert not job.output.exists()
+
+
 def test_a_section_without_teacher_is_refused(make_small: Callable[..., Job]) -> None:
     with pytest.raises(ValueError, match="no teacher"):
         make_small("x", distill={"alpha": 0.3})

@@ -45,6 +45,10 @@ class CompressOptions:
         Literal["minmax", "percentile", "kl", "mse"] | None,
         typer.Option(help="Round inputs by one scale a layer, found in calibration so; else one a token as they come."),
     ] = None
+    head: Annotated[
+        int | None,
+        typer.Option(help="Bits of the output projection: 2, 4 or 8, rounded to nearest; it stays plain."),
+    ] = None
     sparsity: Annotated[float | None, typer.Option(help="Share of weights that pruning makes zero; 0.5.")] = None
     pattern: Annotated[str | None, typer.Option(help="As 2:4, by which of every 4 neighbouring inputs 2 stay.")] = None
     keep_layers: Annotated[int | None, typer.Option(min=1, help="Layers that stay (structured).")] = None
@@ -79,7 +83,7 @@ class CompressOptions:
     @property
     def method_options(self) -> dict[str, Any]:
         """The options of quantizing and pruning weights, which a recipe gives in its steps."""
-        names = ("bits", "group", "symmetric", "sparsity", "pattern", "activations", "static")
+        names = ("bits", "group", "symmetric", "head", "sparsity", "pattern", "activations", "static")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -102,6 +106,7 @@ def compress(options: CompressOptions) -> None:
     \b
     tightfit compress my-model --method gptq --bits 4 --out my-model-4bit
     tightfit compress my-model --method gptq --bits 4 --group 128 --data wiki.txt --out my-model-4bit
+    tightfit compress my-model --method gptq --bits 4 --head 8 --data wiki.txt --out my-model-4bit-head8
     tightfit compress my-model --method smoothquant --static mse --data wiki.txt --out my-model-w8a8
     tightfit compress my-model --recipe steps.yaml --data wiki.txt --out small
     tightfit compress my-model --method sparsegpt --pattern 2:4 --data wiki.txt --out sparse

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from tightfit.compress.calibration.observation import through
 from tightfit.compress.calibration.own_text import describe_own_text
-from tightfit.compress.cost import CompressionCost, predict, pruned, schemes
+from tightfit.compress.cost import CompressionCost, predict, pruned, schemes, unties
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.format_choice import choose_format
+from tightfit.compress.head_compression import code_head, with_codes
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.loss_probe import LossProbe
-from tightfit.compress.matrices import matrices
+from tightfit.compress.matrices import HEAD, codable
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport, WriteExtras, no_extras
@@ -42,7 +43,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer
 
 PLAIN_DTYPE = torch.float16
-EMBEDDING, HEAD = 0, 1
+EMBEDDING_SHARD, HEAD_SHARD = 0, 1
 """The first two shards; layers follow."""
 LAYER_SHARDS = 2
 
@@ -84,7 +85,7 @@ class _Compression:
         self.parts = ModelParts(job.model, self.device)
         self.spec = self.parts.spec
         self.job = job = replace(job, recipe=settled_for(job.recipe, self.spec))
-        self.written_spec = self._rotated()
+        self.written_spec = self._written_spec()
         self.schemes = self._chosen_schemes()
         self.form = choose_format(self.schemes, job.format, job.recipe)
         self.tokenizer = find_source_tokenizer(job.model)
@@ -99,20 +100,20 @@ class _Compression:
         self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
 
-    def _rotated(self) -> ModelSpec:
+    def _written_spec(self) -> ModelSpec:
         """The shape of the result; where the recipe rotates, `self.parts` rotates what it reads from now on."""
-        if (step := self.job.recipe.rotation) is None:
-            return self.spec
-        written = rotated_spec(self.spec)
-        self.parts.rotation = Rotation(self.spec, step.seed)
-        return written
+        recipe, written = self.job.recipe, self.spec
+        if (step := recipe.rotation) is not None:
+            written = rotated_spec(self.spec)
+            self.parts.rotation = Rotation(self.spec, step.seed)
+        return replace(written, tied=written.tied and not unties(recipe))
 
     def _chosen_schemes(self) -> dict[str, Scheme]:
         """The scheme of every matrix that is coded; refuse a recipe that does nothing to this model, or cannot."""
         job, spec = self.job, self.spec
         if spec.sinks:
             raise UserError(f"{spec.family} models have biased experts, which are not compressed; take another")
-        names = matrices(spec)
+        names = codable(spec)
         job.recipe.require_named(names)
         chosen = schemes(spec, job.recipe)
         if not pruned(spec, job.recipe) and not chosen:
@@ -177,23 +178,33 @@ class _Compression:
                 stream, original = result.outputs, result.original
                 reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
             progress(index + 1, self.spec.layers, reports[-1])
-        kl = probe.kl(self.parts.head(), stream) if stream else None
+        kl = self._kl(probe, stream) if stream else None
         return self._finish(reports, resumed, kl)
 
     def _write_ends(self) -> list[Tensor]:
-        """Write embedding, final norm and output projection uncoded; the calibration rows embedded."""
+        """Write embedding, final norm and output projection, which may be coded; the calibration rows embedded."""
         model = self.parts.embedding()
-        self._write_plain(EMBEDDING, model)
+        self._write_end(EMBEDDING_SHARD, end_state(model, EMBEDDING_SHARD, self.written_spec))
         stream = [] if self.calibration is None else self.calibration.embedded(model)
         del model
-        self._write_plain(HEAD, self.parts.head())
+        self._write_end(HEAD_SHARD, end_state(self.parts.head(), HEAD_SHARD, self.written_spec))
         return stream
 
-    def _write_plain(self, number: int, model: Decoder) -> None:
+    def _write_end(self, number: int, state: dict[str, Tensor]) -> None:
         if self.directory.is_done(number):
             return
-        state = end_state(model, number, self.written_spec)
-        self.directory.write(number, tensors_to_write(self.written_spec, state, {}, self.form, PLAIN_DTYPE))
+        step, coded = self.job.recipe.coding(HEAD), {}
+        if number == HEAD_SHARD and step is not None:
+            coded = {f"{HEAD}.weight": code_head(state.pop(f"{HEAD}.weight"), step)}
+        self.directory.write(number, tensors_to_write(self.written_spec, state, coded, self.form, PLAIN_DTYPE))
+
+    def _kl(self, probe: LossProbe, stream: list[Tensor]) -> float | None:
+        """The loss on some calibration rows, with the output projection as it was written."""
+        head = self.parts.head()
+        if HEAD not in self.schemes:
+            return probe.kl(head, stream)
+        config = self.config["quantization_config"]
+        return probe.kl(head, stream, with_codes(head, self.directory.tensors(HEAD_SHARD), self.form, config))
 
     def _compress(self, index: int, stream: list[Tensor], original: list[Tensor], probe: LossProbe) -> LayerResult:
         model = self.parts.layer(index)
@@ -263,9 +274,11 @@ def plain_config(spec: ModelSpec, tokenizer: Tokenizer | None) -> dict[str, Any]
 
 
 def end_state(model: Decoder, number: int, spec: ModelSpec) -> dict[str, Tensor]:
-    """Tensors of shard `number`, EMBEDDING or HEAD, from `model`; a tied embedding is in the first alone."""
-    tied = ("head.weight", *(("embed.weight",) if number == HEAD else ())) if spec.tied else ()
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    """Tensors of shard `number`, EMBEDDING_SHARD or HEAD_SHARD, from `model`, which has the other's as well where they
+    were tied; where they stay so (`spec`), the embedding is both."""
+    others = "embed.weight" if number == HEAD_SHARD else "head.weight"
+    left = {others, *(("head.weight",) if spec.tied else ())}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in left}
 
 
 def peak_bytes(device: torch.device) -> int:

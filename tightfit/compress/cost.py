@@ -12,7 +12,7 @@ store; gptq and awq pack scales and zero points a little differently. Nothing he
 
 from dataclasses import dataclass, replace
 
-from tightfit.compress.matrices import matrices
+from tightfit.compress.matrices import HEAD, codable, matrices
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.errors import UserError
@@ -79,7 +79,7 @@ def pruned(spec: ModelSpec, recipe: Recipe) -> dict[str, Step]:
 def schemes(spec: ModelSpec, recipe: Recipe) -> dict[str, Scheme]:
     """The scheme of every matrix that is quantized; refuse one that does not fit the matrix or saves nothing."""
     found: dict[str, Scheme] = {}
-    for name, (_, outputs, inputs) in matrices(spec).items():
+    for name, (_, outputs, inputs) in codable(spec).items():
         step = recipe.coding(name)
         scheme = None if step is None else step.scheme()
         if scheme is not None:
@@ -98,7 +98,7 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_
 
     `writing_bytes` is the size of a number while the model generates these rows itself; 0 where text is given.
     """
-    chosen, shapes = schemes(spec, recipe), matrices(spec)
+    chosen, shapes = schemes(spec, recipe), codable(spec)
     coded = weights = tables = 0
     for name, scheme in chosen.items():
         count, outputs, inputs = shapes[name]
@@ -109,7 +109,7 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_
         coded += count * (scheme.weight_bytes(outputs, inputs) + outliers)
         tables += count * TABLE_BYTES * (scheme.kind == "nf4")
         weights += count * outputs * inputs
-    head = spec.vocabulary_params if spec.tied and recipe.rotation is not None else 0
+    head = spec.vocabulary_params if spec.tied and unties(recipe) else 0
     plain = 2 * (spec.params() + head - weights)
     ledger = compression_ledger(spec, recipe, rows, length, writing_bytes=writing_bytes)
     return CompressionCost(
@@ -120,6 +120,12 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_
         bits_per_weight=8 * coded / max(weights, 1),
         flops=_flops(spec, rows * length),
     )
+
+
+def unties(recipe: Recipe) -> bool:
+    """Whether the result has an output projection beside its embedding, where one matrix was both: it is rotated in
+    another way, or coded."""
+    return recipe.rotation is not None or recipe.coding(HEAD) is not None
 
 
 def _flops(spec: ModelSpec, tokens: int) -> float:

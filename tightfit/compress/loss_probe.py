@@ -33,14 +33,19 @@ def chunks(head: Decoder, x: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def divergences(head: Decoder, known: Sequence[Tensor], others: Sequence[Sequence[Tensor]]) -> list[float]:
-    """KL(original ‖ compressed) in nats a token of each of `others`; all are last layers' outputs for the same rows."""
+def divergences(
+    head: Decoder, known: Sequence[Tensor], others: Sequence[Sequence[Tensor]], compressed: Decoder | None = None
+) -> list[float]:
+    """KL(original ‖ compressed) in nats a token of each of `others`; all are last layers' outputs for the same rows.
+
+    `head` has the original's final norm and output projection, `compressed` those of the others where they differ."""
+    theirs = head if compressed is None else compressed
     totals = [0.0] * len(others)
     for row, x in enumerate(known):
         for part, chunk in enumerate(chunks(head, x)):
             p = log_probabilities(head, head.norm(chunk))
             for number, made in enumerate(others):
-                q = log_probabilities(head, head.norm(chunks(head, made[row])[part]))
+                q = log_probabilities(theirs, theirs.norm(chunks(head, made[row])[part]))
                 totals[number] += float((p.exp() * (p - q)).sum())
     tokens = sum(x.shape[0] * x.shape[1] for x in known)
     return [total / max(tokens, 1) for total in totals]
@@ -56,6 +61,6 @@ class LossProbe:
         """Send the rows through layer `index` of the original, the only layer of `model`."""
         self.original = through(model, index, self.original)
 
-    def kl(self, head: Decoder, stream: Sequence[Tensor]) -> float | None:
-        """KL in nats a token, from the last compressed layer's outputs; `head` has final norm and output projection."""
-        return divergences(head, self.original, [probed(stream)])[0] if self.original else None
+    def kl(self, head: Decoder, stream: Sequence[Tensor], compressed: Decoder | None = None) -> float | None:
+        """KL in nats a token, from the last compressed layer's outputs; `head` and `compressed` are `divergences`'."""
+        return divergences(head, self.original, [probed(stream)], compressed)[0] if self.original else None

@@ -1,6 +1,14 @@
-"""The matrices of a decoder's layers that can be quantized, pruned or factored, by name. Nothing here imports torch."""
+"""The matrices of a decoder that can be quantized, pruned or factored, by name. Nothing here imports torch."""
 
 from tightfit.models.spec import Latent, ModelSpec
+
+HEAD = "head"
+"""The output projection, which is coded only by a step that says this name."""
+
+
+def codable(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:
+    """Every matrix that a recipe can code: those of the layers, and the output projection."""
+    return matrices(spec) | {HEAD: (1, spec.vocab_size, spec.hidden_size)}
 
 
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int, int]]:

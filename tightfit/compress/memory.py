@@ -8,6 +8,8 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | the KV cache of that text | w · 2 T k · layers |
 | load | embedding or output projection, and its copy in 16 bits to be written | 4 V h + 2 V h |
 | | both, where they are tied: allocated apart and then tied | 2 · 4 V h |
+| | a coded output projection, rounded R ≤ 4096 rows at a time (head_compression.py) | 4 V h + 12 R h + (V − R) h |
+| | the original's and the coded one's, from b-bit words and codes, to measure the loss | 2 · 4 V h + (1 + b / 8) V h |
 | | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
 | | the original model's inputs, where rounding is learned for its outputs | 4 T h |
@@ -29,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.compress.linear_sets import linear_sets
-from tightfit.compress.matrices import matrices, matrices_of_layer
+from tightfit.compress.matrices import HEAD, matrices, matrices_of_layer
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.memory.ledger import Ledger, Line
 from tightfit.models.spec import ModelSpec
@@ -41,6 +43,9 @@ PROBED_ROWS, PROBED_LENGTH = 8, 512
 """Calibration rows on which the loss of compressing is measured, and tokens of each; sampling noise is far below it."""
 CHUNK_SHARE = 16
 """Hidden size over the tokens whose logits are in memory at a time: these take less than the head's 16-bit copy did."""
+
+HEAD_ROWS = 4096
+"""Rows of the output projection that are rounded at a time."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,8 @@ def compression_ledger(
     is the size of a number while the model generates its own calibration text; 0 where text is given.
     """
     stream_bytes = FLOAT * rows * length * spec.hidden_size
-    ends_bytes = (2 * FLOAT if spec.tied else FLOAT + 2) * spec.vocabulary_params
     load = [
-        Line(component="weights", phase="load", bytes=ends_bytes, why="2 · 4 V h" if spec.tied else "4 V h + 2 V h"),
+        _ends(spec, recipe, has_rows=rows * length > 0),
         Line(component="inputs", phase="load", bytes=stream_bytes, why="4 T h"),
     ]
     streams = 3 + recipe.learns
@@ -125,6 +129,23 @@ def compression_ledger(
     ]
     written = _writing(spec, rows * length, writing_bytes)
     return Ledger("formulas", (*written, *load, *_layer(spec, recipe, rewritten), *forward, *coding))
+
+
+def _ends(spec: ModelSpec, recipe: Recipe, *, has_rows: bool) -> Line:
+    """Embedding or output projection at their peak: while they are loaded and written, rounded, or compared."""
+    matrix, step = spec.vocabulary_params, recipe.coding(HEAD)
+    scheme = None if step is None else step.scheme()
+    found = [(2 * FLOAT * matrix, "2 · 4 V h") if spec.tied else ((FLOAT + 2) * matrix, "4 V h + 2 V h")]
+    if scheme is not None:
+        at_once = min(spec.vocab_size, HEAD_ROWS) * spec.hidden_size
+        scales = spec.vocab_size * FLOAT * scheme.groups(spec.hidden_size) * (1 if scheme.symmetric else 2)
+        rounding = (FLOAT + 1) * matrix + (3 * FLOAT - 1) * at_once + scales
+        found.append((rounding, "4 V h + 12 R h + (V − R) h and scales"))
+        found.append(((FLOAT + 2) * matrix + 2 * scales, "4 V h + 2 V h and scales"))
+        if has_rows:
+            found.append(((2 * FLOAT + 1) * matrix + scheme.bits * matrix // 8, "2 · 4 V h + (1 + b / 8) V h"))
+    largest, why = max(found)
+    return Line(component="weights", phase="load", bytes=largest, why=why)
 
 
 def _writing(spec: ModelSpec, tokens: int, number_bytes: int) -> list[Line]:

@@ -10,6 +10,9 @@
   layers: "*.mlp.down"
 - method: keep                       # neither quantized nor pruned
   layers: ["layers.0.*", "layers.1.*"]
+- method: rtn                        # the output projection, which no pattern but its name means
+  bits: 8
+  layers: head
 ```
 
 Names are ours, `layers.3.attention.q`, and patterns those of shells. `--method rotate+gptq` is a recipe of two steps.
@@ -26,8 +29,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tightfit.bounded_yaml import read_yaml_file
+from tightfit.compress.matrices import HEAD
 from tightfit.errors import UserError
-from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, Scheme
+from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, PACKED_BITS, Scheme
 
 Coding = Literal[
     "rtn", "gptq", "round", "awq", "smoothquant", "spqr", "nf4", "llm.int8", "fp8", "mxfp4", "nvfp4", "binary"
@@ -125,6 +129,24 @@ class Step:
                 )
         if self.pattern is not None and self.kept_of_group is None:
             raise UserError(f"pattern is {self.pattern!r}; give N:M with N below M, such as 2:4")
+        if HEAD in self.layers and self.method != "keep":
+            self._check_head()
+
+    def _check_head(self) -> None:
+        """Refuse codes of the output projection that no kernel of one token reads packed."""
+        if self.method != "rtn":
+            raise UserError(
+                f"layers names {HEAD}, but the method is {self.method}; the output projection is rounded to nearest: "
+                f"give it a step of its own with method rtn and layers {HEAD}"
+            )
+        scheme = self.scheme()
+        assert scheme is not None
+        if scheme.kind != "int" or scheme.activations is not None or scheme.bits not in PACKED_BITS or scheme.group < 0:
+            widths = ", ".join(map(str, PACKED_BITS))
+            raise UserError(
+                f"{HEAD} is to be {scheme.describe()}; the output projection can be integers of {widths} bits in "
+                "groups or rows, beside unrounded inputs"
+            )
 
     @property
     def kept_of_group(self) -> tuple[int, int] | None:
@@ -135,7 +157,7 @@ class Step:
 
     def names(self, layer: str) -> bool:
         """Whether the step is for the layer of this name."""
-        return any(fnmatchcase(layer, pattern) for pattern in self.layers)
+        return any(_means(pattern, layer) for pattern in self.layers)
 
     def scheme(self) -> Scheme | None:
         """How the step codes weights; None where it does not."""
@@ -165,10 +187,10 @@ class Recipe:
     def require_named(self, layers: Collection[str]) -> None:
         """Refuse a pattern that names none of `layers`: a layer that was misspelt would be treated like the others."""
         for pattern in (pattern for step in self.steps for pattern in step.layers):
-            if not any(fnmatchcase(layer, pattern) for layer in layers):
+            if not any(_means(pattern, layer) for layer in layers):
                 raise UserError(
                     f"layers {pattern!r} names none of the model's matrices, such as {next(iter(layers))}; correct or "
-                    "drop it (embedding, norms, routers and output projection stay as they are)"
+                    f"drop it (embedding, norms and routers stay as they are; the output projection is {HEAD})"
                 )
 
     def require_effect(self, layers: Collection[str]) -> None:
@@ -229,6 +251,11 @@ class Recipe:
         return json.dumps([asdict(step) for step in self.steps], sort_keys=True)
 
 
+def _means(pattern: str, layer: str) -> bool:
+    """Whether a pattern names the layer: the output projection by its own name alone, as `*` means the layers."""
+    return pattern == layer if layer == HEAD else fnmatchcase(layer, pattern)
+
+
 def _unknown(method: str) -> str:
     if method in ALONE:
         return f"method {method} is no step; use --method {method} alone, and compress what it makes"
@@ -252,9 +279,11 @@ def _step_text(step: Step) -> str:
 
 
 def recipe_of(method: str, **options: Any) -> Recipe:
-    """The recipe of `--method`, such as gptq or wanda+gptq; options other than pruning's go to the last step."""
+    """The recipe of `--method`, such as gptq or wanda+gptq; options other than pruning's go to the last step, and
+    `head` is the bits of the output projection."""
     names = method.split("+")
     given = {name: value for name, value in options.items() if value is not None}
+    head = given.pop("head", None)
     sparse = {name: given.pop(name) for name in PRUNING_OPTIONS if name in given}
     if sparse and not set(names) & set(PRUNING):
         raise UserError(f"{' and '.join(sparse)} belong to pruning; put one of {', '.join(PRUNING)} into --method")
@@ -265,7 +294,16 @@ def recipe_of(method: str, **options: Any) -> Recipe:
         _step({"method": name, **(sparse if name in PRUNING else {}), **(given if i == last else {})}, "--method")
         for i, name in enumerate(names)
     ]
+    if head is not None:
+        steps.append(_head_step(head, steps[-1].scheme(), given))
     return _checked(steps, "--method")
+
+
+def _head_step(bits: int, layers: Scheme | None, given: dict[str, Any]) -> Step:
+    """The step of `--head`: in as many bits as the layers, with their group and symmetry too."""
+    is_alike = layers is not None and (layers.kind, layers.bits) == ("int", bits)
+    shared = {name: given[name] for name in ("group", "symmetric") if is_alike and name in given}
+    return _step({"method": "rtn", "bits": bits, "layers": HEAD, **shared}, "--head")
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from tightfit.errors import UserError
 from tightfit.jobs.projections import ALL_LINEAR, PROJECTIONS, Projection, check_target, linear_shapes, targeted
 from tightfit.jobs.section import Section
 from tightfit.models.quantized.held_weights import held_weights
@@ -114,6 +115,11 @@ def compressed_base(source: str, spec: ModelSpec) -> FrozenBase | None:
     """The compressed model in the directory `source`; None where it is something else."""
     folder = Path(source).expanduser()
     held = held_weights(folder, spec) if (folder / "config.json").is_file() else None
+    if held is not None and held.head is not None:
+        raise UserError(
+            f"{source} has a coded output projection, which training cannot multiply by; train adapters on a model "
+            "that was compressed without --head"
+        )
     if held is None or held.scheme is None:
         return None
     return FrozenBase(scheme=held.scheme, coded_bytes=held.coded_bytes)

@@ -25,6 +25,13 @@ class Teacher:
     """Number of layers whose attention maps are compared."""
 
 
+def has_coded_head(source: str, spec: ModelSpec) -> bool:
+    """Whether the output projection of the model at `source` is held in codes."""
+    folder = Path(source).expanduser()
+    held = served_weights(folder, spec) if (folder / "config.json").is_file() else None
+    return held is not None and held.head is not None
+
+
 def held_weight_bytes(source: str, spec: ModelSpec, element_bytes: int) -> int:
     """Bytes of the weights at `source` once loaded: codes stay packed, every other weight takes `element_bytes`."""
     folder = Path(source).expanduser()

@@ -27,6 +27,7 @@ from tightfit.models.layers.latent_attention import AttendLatent, LatentAttentio
 from tightfit.models.layers.mlp import Mlp, RoutedMlp
 from tightfit.models.layers.norm import make_norm
 from tightfit.models.layers.rope import tables
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec, Rope
 
 
@@ -232,7 +233,7 @@ class Decoder(nn.Module):
         """Summed cross entropy of normed hidden states [B, T, H]."""
         return linear_cross_entropy(
             x,
-            self.head.weight,
+            self.head_weight(x.dtype),
             labels,
             softcap=self.spec.logit_softcap,
             divisor=divisor,
@@ -240,6 +241,11 @@ class Decoder(nn.Module):
             impl=self.impl.linear_cross_entropy,
             rows=self.impl.vocabulary,
         )
+
+    def head_weight(self, dtype: torch.dtype) -> Tensor:
+        """The output projection as a matrix, expanded to `dtype` where it is held in codes."""
+        head: nn.Linear | QuantizedLinear = self.head
+        return head.expand(dtype) if isinstance(head, QuantizedLinear) else head.weight
 
     def token_positions(self, tokens: Tensor, documents: Tensor | None, cache: KeyValueCache | None) -> Tensor:
         """Position of each token in its own document, [B or 1, T]."""

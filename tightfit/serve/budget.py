@@ -16,6 +16,7 @@ from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
+from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.row_tiles import SIZES
@@ -89,6 +90,8 @@ def decide_budget(
         per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
     longest = min(config.max_length or spec.max_positions, spec.max_positions)
     step_bytes = step_activation_bytes(spec, config, weight.element_size(), weight.device)
+    if isinstance(model.head, QuantizedLinear):
+        step_bytes += model.head.expanding_bytes(_rows(config))
     free = free_bytes(weight.device)
     useful = config.max_sequences * -(-longest // config.block_size)
     copy_bytes = _half_copy_bytes(model, config, free)
@@ -129,8 +132,12 @@ def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: 
     padded = max(SIZES[device.type]) if config.batch_invariant else 0
     tokens = max(config.step_tokens, padded)
     working = layer_cost(LocalShape(spec, 1, tokens, element_bytes), spec.layers - 1).forward_working
-    rows = config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
-    return working + FLOAT32_BYTES * (3 * rows + padded) * spec.vocab_size
+    return working + FLOAT32_BYTES * (3 * _rows(config) + padded) * spec.vocab_size
+
+
+def _rows(config: EngineConfig) -> int:
+    """The most rows of a step whose logits are computed."""
+    return config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from tightfit.errors import UserError
 from tightfit.hardware.cpu_rates import CpuRates, ReadAs
@@ -75,13 +76,15 @@ def measured_rates(engine: Engine) -> ServingRates:
     if device.type == "cpu":
         return engine_reads_as(engine, measure_cpu_rates())
     flops = product_flops_per_second(device, dtype)
-    scheme = next((each.scheme for each in engine.model.modules() if isinstance(each, QuantizedLinear)), None)
+    layers, head = engine.model.layers.modules(), engine.model.head
+    scheme = next((each.scheme for each in layers if isinstance(each, QuantizedLinear)), None)
     rounds_inputs = scheme is not None and scheme.activations is not None
     return StepRates(
         bytes_per_second=read_bytes_per_second(device),
         product_flops=flops * (EIGHT_BIT_TIMES if rounds_inputs else 1),
         attention_flops=flops,
         packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=is_hopper(device)),
+        head_bytes=sum(each.nbytes for each in head.buffers()) if isinstance(head, QuantizedLinear) else None,
         element_bytes=dtype.itemsize,
     )
 
@@ -90,11 +93,15 @@ def engine_reads_as(engine: Engine, measured: CpuRates) -> CpuStepRates:
     """The CPU's `measured` rates, with the weight formats that the products of `engine` read."""
     program = engine.runner.program if isinstance(engine.runner, Runner) else None
     if program is None:
-        coded = any(
-            isinstance(part, QuantizedLinear) and part.cpu_scales is not None for part in engine.model.modules()
-        )
-        return CpuStepRates(measured=measured, layers_as="int4" if coded else "fp32", head_as="fp32")
+        layers, head = (_decoder_form(part) for part in (engine.model.layers, engine.model.head))
+        return CpuStepRates(measured=measured, layers_as=layers, head_as=head)
     return CpuStepRates(measured=measured, layers_as=_form(program.layers[0].qkv), head_as=_form(program.head))
+
+
+def _decoder_form(part: nn.Module) -> ReadAs:
+    """The format that products of the decoder's own modules read, in `part` of it."""
+    coded = any(isinstance(each, QuantizedLinear) and each.cpu_scales is not None for each in part.modules())
+    return "int4" if coded else "fp32"
 
 
 def _form(weight: Weight) -> ReadAs:

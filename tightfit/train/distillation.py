@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tightfit.errors import UserError
 from tightfit.jobs.distill import Distill
 from tightfit.jobs.job import Job
-from tightfit.jobs.teacher import SELF
+from tightfit.jobs.teacher import SELF, has_coded_head
 from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.kernels.loss.linear_distillation import DistillationTerms, linear_distillation
 from tightfit.models.decoder import Decoder, ForwardContext, Layer
@@ -57,6 +57,11 @@ def check_teacher(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         raise UserError(
             f"distill.teacher has a vocabulary of {taught.vocab_size} and the model one of {spec.vocab_size}; give the "
             f"model the teacher's, with tokenizer.source={source} and model.shape.vocab_size={taught.vocab_size}"
+        )
+    if has_coded_head(source, taught):
+        raise UserError(
+            f"distill.teacher is {source}, whose output projection is coded; give a teacher that was compressed "
+            "without --head"
         )
     if job.data.sequence_length > taught.max_positions:
         raise UserError(
@@ -125,7 +130,7 @@ class HostedTeacher:
     def head_weight(self) -> Tensor:
         """The output projection, on the device."""
         if not isinstance(self.model.head, nn.Linear):
-            raise UserError("distill.teacher has a quantized output projection; give one whose is not")
+            raise UserError("distill.teacher has a coded output projection; give one that has not")
         return self.model.head.weight.to(self.device, non_blocking=True)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tightfit.compress.calibration.observation import through
 from tightfit.compress.compression import (
-    EMBEDDING,
-    HEAD,
+    EMBEDDING_SHARD,
+    HEAD_SHARD,
     LAYER_SHARDS,
     PLAIN_DTYPE,
     Progress,
@@ -169,7 +169,7 @@ class LayerRewriting(ABC):
     def _write_ends(self) -> list[Tensor]:
         model = self.parts.embedding()
         stream = self.calibration.embedded(model)
-        for number, part in {EMBEDDING: model, HEAD: self.parts.head()}.items():
+        for number, part in {EMBEDDING_SHARD: model, HEAD_SHARD: self.parts.head()}.items():
             if not self.directory.is_done(number):
                 state = end_state(part, number, self.written)
                 self.directory.write(number, tensors_to_write(self.written, state, {}, Own(), PLAIN_DTYPE))

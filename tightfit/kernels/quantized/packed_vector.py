@@ -275,10 +275,11 @@ def packed_vector(
     norm_offset: float = 0.0,
     residual: Tensor | None = None,
     activation: Activation | Literal[""] = "",
+    out_dtype: torch.dtype | None = None,
     overlap: bool = False,
     tile: VectorTile | None = None,
 ) -> Tensor:
-    """y [1, N] of x [1, K]."""
+    """y [1, N] of x [1, K], in x's dtype unless `out_dtype` is given."""
     refuse_changed_up(activation, "packed_vector")
     assert zero is None or zero.stride() == scale.stride()
     assert x.is_contiguous()
@@ -286,7 +287,7 @@ def packed_vector(
     assert M == 1
     assert norm is None or norm.dtype.itemsize == 2
     N = words.shape[0] // halves
-    y = torch.empty(1, N, device=x.device, dtype=x.dtype)
+    y = torch.empty(1, N, device=x.device, dtype=out_dtype or x.dtype)
     chosen = tile or vector_tile_for(words.shape[0], words.shape[1] // TILE_WORDS, bits)
     with on_device_of(x):
         packed_vector_kernel[(triton.cdiv(N, chosen.rows // halves),)](

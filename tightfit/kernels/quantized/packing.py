@@ -18,16 +18,22 @@ WORD = 32
 TILE_WORDS = 16
 STRIP_ROWS = 16
 """Rows whose tiles alternate in memory."""
+PIECE_CODES = 2**20
+"""Codes that are packed at a time: intermediates take eight bytes for each."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring codes stands in each nibble of an AWQ word, lowest nibble first."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, n] below 2^bits as int32 words [rows, ⌈n · bits / 32⌉]."""
-    count = codes.shape[1]
+    rows, count = codes.shape
     words = -(-count * bits // WORD)
-    stream = _to_bytes(F.pad(codes.to(torch.uint8), (0, -count % WORD)), bits)
-    return stream.view(torch.int32)[:, :words].contiguous()
+    made = torch.empty(rows, words, dtype=torch.int32, device=codes.device)
+    step = max(PIECE_CODES // max(count, 1), 1)
+    for piece, packed in zip(codes.split(step), made.split(step), strict=True):
+        stream = _to_bytes(F.pad(piece.to(torch.uint8), (0, -count % WORD)), bits)
+        packed.copy_(stream.view(torch.int32)[:, :words])
+    return made
 
 
 def _to_bytes(codes: Tensor, bits: int) -> Tensor:

@@ -9,6 +9,9 @@ decoder. gpt-oss stacks experts on disk too, transposed, with gate and up in tur
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+HEAD_MODULE = "lm_head"
+"""The output projection, in files of every family."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -74,7 +77,7 @@ def _apply(rule: Rule, present: set[str], layer: int, experts: int) -> Iterator[
 def llama_rules(*extra: Rule) -> tuple[Rule, ...]:
     """Llama's names outside the layers, and `extra` ones inside."""
     inside = (_in_layer(rule, "model.layers.{layer}.") for rule in (*_LLAMA_LAYER, *extra))
-    return Rule("model.embed_tokens", ("embed",)), *inside, Rule("model.norm", ("norm",)), Rule("lm_head", ("head",))
+    return Rule("model.embed_tokens", ("embed",)), *inside, Rule("model.norm", ("norm",)), Rule(HEAD_MODULE, ("head",))
 
 
 def _in_layer(rule: Rule, prefix: str) -> Rule:
@@ -160,5 +163,5 @@ GPT2 = (
     Rule("transformer.wpe", ("positions",)),
     *(_in_layer(rule, "transformer.h.{layer}.") for rule in _GPT2_LAYER),
     Rule("transformer.ln_f", ("norm",)),
-    Rule("lm_head", ("head",)),
+    Rule(HEAD_MODULE, ("head",)),
 )

@@ -34,10 +34,21 @@ def wanted(config: Config, name: str, kind: type, source: str, default: Any = No
 
 
 def _gptq(config: Config, module: str) -> Scheme:
+    config = {**config, **_own_settings(config.get("dynamic"), module)}
     bits, group = wanted(config, "bits", int, "gptq"), wanted(config, "group_size", int, "gptq")
     if bits not in GPTQ_BITS:
         raise UserError(f"quantization_config says {bits} bits; GPTQ has {', '.join(map(str, GPTQ_BITS))}")
     return Scheme(bits=bits, group=max(group, 0), symmetric=bool(config.get("sym", True)))
+
+
+def _own_settings(rules: Any, module: str) -> Config:
+    """GPTQModel's `dynamic`: settings of modules that a regular expression names, here those of `module`."""
+    if not isinstance(rules, dict):
+        return {}
+    if len(rules) > MOST_PATTERNS:
+        raise UserError(f"quantization_config has more than {MOST_PATTERNS} regular expressions as dynamic settings")
+    named = {str(name).removeprefix("+:"): own for name, own in rules.items() if not str(name).startswith("-:")}
+    return next((own for name, own in named.items() if isinstance(own, dict) and _matches(name, module)), {})
 
 
 def _awq(config: Config, module: str) -> Scheme:
@@ -105,7 +116,7 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return begins_with(pattern, module)
     except PatternError as error:
-        raise UserError(f"quantization_config has the target re:{pattern:.80}, {error}") from None
+        raise UserError(f"quantization_config has the pattern {pattern:.80}, {error}") from None
 
 
 def _config_group(group: Config) -> Scheme:

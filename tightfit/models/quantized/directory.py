@@ -213,9 +213,9 @@ def module_schemes(spec: ModelSpec, schemes: Mapping[str, Scheme]) -> tuple[dict
 
 
 def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every matrix of the layers, by Hugging Face's module names."""
+    """Outputs and inputs of every matrix of the layers and of the output projection, by Hugging Face's module names."""
     shapes, by_module = shapes_of(spec), {}
-    for link in written_links(spec, [name for name in shapes if name.startswith("layers.")]):
+    for link in written_links(spec, [name for name in shapes if name.startswith(("layers.", "head."))]):
         shape = plain_files._shape(link, shapes)
         if len(shape) == 2:
             by_module[link.theirs.removesuffix(".weight")] = shape[::-1] if link.transposed else shape

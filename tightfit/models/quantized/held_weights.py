@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.described import described_scheme
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import read_config
@@ -78,15 +79,26 @@ ONLY_CODED = re.compile(r"\.(weight_packed|weight_scale|qweight|SCB|weight\.quan
 
 
 @dataclass(frozen=True)
+class CodedHead:
+    """A quantized output projection: its scheme, and its bytes in memory."""
+
+    scheme: Scheme
+    bytes: int
+
+
+@dataclass(frozen=True)
 class HeldWeights:
-    """Bytes of the quantized modules, of everything else, and of expanding the largest matrix; schemes in words."""
+    """Bytes of the quantized modules, of everything else, and of expanding the layers' largest matrix; schemes in
+    words."""
 
     coded_bytes: int
     plain_bytes: int
     expanded_bytes: int
     description: str
     scheme: Scheme | None = None
-    """The scheme of the modules whose expansion takes most."""
+    """The scheme of the layers' modules whose expansion takes most."""
+    head: CodedHead | None = None
+    """The output projection, where it is quantized; `coded_bytes` include it, `expanded_bytes` do not."""
 
     @property
     def total_bytes(self) -> int:
@@ -112,15 +124,20 @@ class StoredTensor:
 def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
     """Bytes of the model in `directory`; None where it is not compressed, or its weights are not there."""
     config = read_config(directory / "config.json")
-    tensors = stored_tensors(directory)
+    tensors = {name: t for name, t in stored_tensors(directory).items() if not _is_unused(name, spec)}
     described = config.get("quantization_config") if isinstance(config, dict) else None
     if not tensors:
         return None
     if isinstance(described, dict) and str(described.get("quant_method")) in HELD:
         return _quantized(tensors, described, spec)
     if isinstance(config, dict) and "low_rank" in config:
-        return HeldWeights(0, _plain_bytes(tensors, spec), 0, "low rank")
+        return HeldWeights(0, _plain_bytes(tensors), 0, "low rank")
     return None
+
+
+def _is_unused(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of a tied output projection that was written all the same."""
+    return spec.tied and name.startswith(f"{HEAD_MODULE}.")
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -165,11 +182,18 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
     own = {module: _module_tensors(tensors, module, method) for module in modules}
     coded = {f"{module}.{suffix}" for module, parts in own.items() for suffix in parts}
     plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
-    held = sum(_held_bytes(parts, schemes[module], method) for module, parts in own.items())
+    held = {module: _held_bytes(parts, schemes[module], method) for module, parts in own.items()}
     told = sorted({scheme.describe() for scheme in schemes.values()})
-    used = max(schemes.values(), key=lambda scheme: expanded_bytes(spec, scheme), default=None)
-    expanded = 0 if used is None else expanded_bytes(spec, used)
-    return HeldWeights(held, _plain_bytes(plain, spec), expanded, ", ".join(told), used)
+    in_layers = [scheme for module, scheme in schemes.items() if module != HEAD_MODULE]
+    used = max(in_layers, key=lambda scheme: expanded_bytes(spec, scheme), default=None)
+    return HeldWeights(
+        coded_bytes=sum(held.values()),
+        plain_bytes=_plain_bytes(plain),
+        expanded_bytes=0 if used is None else expanded_bytes(spec, used),
+        description=", ".join(told),
+        scheme=used,
+        head=CodedHead(schemes[HEAD_MODULE], held[HEAD_MODULE]) if HEAD_MODULE in schemes else None,
+    )
 
 
 def _module_tensors(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
@@ -197,10 +221,9 @@ def _order_bytes(order: StoredTensor, scheme: Scheme) -> int:
     return order.bytes if any(group != i // scheme.group for i, group in enumerate(groups)) else 0
 
 
-def _plain_bytes(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> int:
-    """Bytes of what is not quantized; a tied output projection that was written all the same is not held twice."""
-    kept = [t for name, t in tensors.items() if not (spec.tied and name == "lm_head.weight")]
-    return PLAIN_BYTES * sum(prod(tensor.shape) for tensor in kept)
+def _plain_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    """Bytes of what is not quantized."""
+    return PLAIN_BYTES * sum(prod(tensor.shape) for tensor in tensors.values())
 
 
 def expanded_bytes(spec: ModelSpec, scheme: Scheme) -> int:

@@ -23,7 +23,7 @@ from tightfit.kernels.quantized.int4_linear import (
     unpack_int4,
 )
 from tightfit.kernels.quantized.packing import pack_tiles, unpack_tiles
-from tightfit.kernels.quantized.quantized_linear import expanded, quantized_linear
+from tightfit.kernels.quantized.quantized_linear import SOME_ROWS, expanded, quantized_linear
 from tightfit.kernels.quantized.rounded_linear import rounded_linear, rounded_values
 from tightfit.kernels.quantized.spqr_layout import SpqrTensors
 from tightfit.kernels.quantized.spqr_linear import expanded_spqr, spqr_linear
@@ -133,6 +133,14 @@ class QuantizedLinear(nn.Module):
         assert self.can_be_packed_for_cpu, self.scheme.describe()
         assert self.scale is not None
         self.packed, self.cpu_scales = pack_int4(self._unpack()), int4_scales(self.scale, self.zero)
+
+    def expanding_bytes(self, rows: int) -> int:
+        """Bytes that a product with `rows` rows takes beside the packed matrix."""
+        if self.cpu_scales is not None and rows <= MOST_ROWS:
+            return 0
+        if self.packed.is_cuda and self.scheme.is_read_packed(self.in_features) and rows <= SOME_ROWS:
+            return 0
+        return self.scheme.expanded_bytes(self.out_features, self.in_features)
 
     @property
     def rows_mix(self) -> bool:

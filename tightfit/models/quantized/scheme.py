@@ -24,6 +24,8 @@ Activations = Literal["int8", "fp8", "llm.int8"]
 KINDS: tuple[Kind, ...] = ("int", "binary", "nf4", "mxfp4", "nvfp4", "fp8")
 FIXED_GROUPS = {"nf4": 64, "mxfp4": 32, "nvfp4": 16}
 FIXED_BITS = {"binary": 1, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "fp8": 8}
+PACKED_BITS = (2, 4, 8)
+"""Widths of integers that kernels read packed; matrices of other widths are always dequantized."""
 TABLED = ("binary", "nf4", "mxfp4", "nvfp4")
 """Kinds whose codes stand for the numbers of a table."""
 WORD = 32
@@ -132,7 +134,7 @@ class Scheme:
 
     def is_read_packed(self, inputs: int) -> bool:
         """Whether kernels/quantized/quantized_linear.py reads rows of `inputs` codes packed."""
-        if self.kind != "int" or self.outliers or self.activations is not None or self.bits not in (2, 4, 8):
+        if self.kind != "int" or self.outliers or self.activations is not None or self.bits not in PACKED_BITS:
             return False
         tile, group = TILE_WORDS * WORD // self.bits, max(self.group, 0)
         return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)

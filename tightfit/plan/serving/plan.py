@@ -21,7 +21,7 @@ from tightfit.jobs.served_weights import rounded_weights
 from tightfit.memory.formulas.overheads import ON_CPU
 from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
-from tightfit.models.quantized.held_weights import HeldWeights
+from tightfit.models.quantized.held_weights import CodedHead, HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_operations import runs_joint
@@ -67,7 +67,7 @@ class Serving:
         ledger_of = partial(serving_ledger, spec, requests=self.requests, length=self.length, cache=self.cache)
         stored_bytes = None if small is None else small.total_bytes
         if not isinstance(rates := self.rates, CpuStepRates):
-            expanded_bytes = 0 if small is None else small.expanded_bytes
+            expanded_bytes = 0 if small is None else max(small.expanded_bytes, self._head_expanded_bytes)
             return ledger_of(form=self.form, stored_bytes=stored_bytes, expanded_bytes=expanded_bytes)
         by_codes = rates.layers_as == "int4"
         copied_head = spec.vocabulary_params if rates.head_as == "fp16" else 0
@@ -75,7 +75,7 @@ class Serving:
         return ledger_of(
             form=self.form if by_codes else "fp32",
             overheads=ON_CPU,
-            stored_bytes=stored_bytes if by_codes else None,
+            stored_bytes=None if stored_bytes is None or not by_codes else stored_bytes + self._head_widened_bytes,
             copied_bytes=2 * (copied_head + copied_layers),
             element_bytes=CPU_ELEMENT_BYTES,
         )
@@ -146,12 +146,13 @@ class Serving:
         if self.machine.is_cpu:
             return self._cpu_rates
         peak = self._product_tflop_s * 1e12
-        on_hopper = generation_of(self.machine.accelerator) == "hopper"
+        on_hopper = self._is_on_hopper
         return StepRates(
             bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
             product_flops=peak * MEASURED.matmul,
             attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
             packed=None if self._scheme is None else PackedProducts.of(self._scheme, on_hopper=on_hopper),
+            head_bytes=None if self._coded_head is None else self._coded_head.bytes,
         )
 
     @property
@@ -164,14 +165,42 @@ class Serving:
             raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
         keeps_fp32 = (self.compressed is None and self.form == "fp32") or not runs_joint(self.spec)
         plain = measured.nearest("fp32" if keeps_fp32 else "fp16")
-        coded = measured.nearest("int4") if self._has_4_bit_codes else plain
-        return CpuStepRates(measured=measured, layers_as=plain if coded == "fp32" else coded, head_as=plain)
+        coded = measured.nearest("int4")
+        coded = plain if coded == "fp32" else coded
+        head = None if self._coded_head is None else self._coded_head.scheme
+        return CpuStepRates(
+            measured=measured,
+            layers_as=coded if _has_4_bit_codes(self._scheme) else plain,
+            head_as=coded if _has_4_bit_codes(head) else plain,
+        )
 
     @property
-    def _has_4_bit_codes(self) -> bool:
-        """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/quantized/int4_linear.py)."""
-        scheme = self._scheme
-        return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
+    def _coded_head(self) -> CodedHead | None:
+        """The output projection, where it is quantized."""
+        return None if self.compressed is None else self.compressed.head
+
+    @property
+    def _head_expanded_bytes(self) -> int:
+        """Bytes of the output projection dequantized for a product, where kernels read too few rows of it packed."""
+        if (head := self._coded_head) is None:
+            return 0
+        is_read = head.scheme.is_read_packed(self.spec.hidden_size)
+        most = PackedProducts.of(head.scheme, on_hopper=self._is_on_hopper).most_tokens if is_read else 0
+        expanded = head.scheme.expanded_bytes(self.spec.vocab_size, self.spec.hidden_size)
+        return expanded if self.requests > most else 0
+
+    @property
+    def _head_widened_bytes(self) -> int:
+        """Bytes of the output projection in float32 beyond those of its codes, which a CPU does not read packed."""
+        head = self._coded_head
+        if head is None or _has_4_bit_codes(head.scheme):
+            return 0
+        return FLOAT32_BYTES * self.spec.vocabulary_params - head.bytes
+
+    @property
+    def _is_on_hopper(self) -> bool:
+        """Whether the card has Hopper's kernels."""
+        return generation_of(self.machine.accelerator) == "hopper"
 
     @property
     def _cache_bytes(self) -> int:
@@ -244,6 +273,11 @@ class Serving:
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),
         }
+
+
+def _has_4_bit_codes(scheme: Scheme | None) -> bool:
+    """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/quantized/int4_linear.py)."""
+    return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 
 
 def _coded(form: str, spec: ModelSpec) -> HeldWeights:

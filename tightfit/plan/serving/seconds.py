@@ -20,7 +20,7 @@ time has other parts (cpu_seconds.py).
 import math
 from dataclasses import dataclass
 
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.quantized.scheme import PACKED_BITS, Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
 from tightfit.plan.serving.step import Step, layer_params, moved_elements
@@ -46,8 +46,6 @@ PACKED_PRODUCTS_SHARE, BLOCK_PRODUCTS_SHARE = 0.36, 0.72
 ROUNDED_READ_SHARE, ROUNDED_PRODUCTS_SHARE = 0.78, 0.9
 """Shares of reading and of 8-bit products where inputs are rounded too, which takes time:
 kernels/quantized/rounded_matmul.py."""
-MULTIPLIED_BITS = (2, 4, 8)
-"""Widths of integers that kernels read packed; weights of other widths are always dequantized."""
 MOST_OUTLIER_TOKENS, MOST_OUTLIER_BITS = 16, 4
 """Most tokens, and most bits, for which kernels read packed weights with outliers: kernels/quantized/spqr_linear.py."""
 
@@ -77,7 +75,7 @@ class PackedProducts:
         in_blocks = scheme.kind == "int" and scheme.bits == BLOCK_BITS and scheme.group % BLOCK_GROUP == 0
         if on_hopper and in_blocks and not scheme.outliers:
             return cls(read_share=read_share, most_tokens=BLOCK_TOKENS, product_share=BLOCK_PRODUCTS_SHARE)
-        is_multiplied = scheme.kind == "int" and scheme.bits in MULTIPLIED_BITS and not scheme.outliers
+        is_multiplied = scheme.kind == "int" and scheme.bits in PACKED_BITS and not scheme.outliers
         return cls(read_share=read_share, most_tokens=SOME_TOKENS if is_multiplied else 0)
 
 
@@ -90,6 +88,8 @@ class StepRates:
     attention_flops: float
     packed: PackedProducts | None = None
     """None where weights are plain."""
+    head_bytes: int | None = None
+    """Bytes of the output projection's codes; None where it is plain."""
     layer_s: float = LAYER_LAUNCH_S
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
@@ -107,15 +107,18 @@ class StepRates:
     def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
         """Seconds of reading weights in the form that products read, and seconds of products."""
         packed, head = self.packed, spec.vocabulary_params
-        layers_flop, head_flop = 2 * layer_params(spec) * step.tokens, 2 * head * step.answers
+        layers_flop, head_flop = 2.0 * layer_params(spec) * step.tokens, 2.0 * head * step.answers
         plain = (layers_flop + head_flop) / self.product_flops
         if packed is None:
             return weight_bytes / self.bytes_per_second, plain
         if step.tokens > packed.most_tokens:
-            return self.element_bytes * (layer_params(spec) + head) / self.bytes_per_second, plain
+            head_bytes = self.element_bytes * head if self.head_bytes is None else self.head_bytes
+            return (self.element_bytes * layer_params(spec) + head_bytes) / self.bytes_per_second, plain
         reading = weight_bytes / (self.bytes_per_second * packed.read_share)
         if step.tokens <= FEW_TOKENS:
             return reading, plain
+        is_unpacked = self.head_bytes is not None and step.answers > FEW_TOKENS
+        head_flop /= packed.product_share if is_unpacked else 1
         return reading, (layers_flop / packed.product_share + head_flop) / self.product_flops
 
     def _expanding(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:

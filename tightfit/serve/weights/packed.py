@@ -80,6 +80,7 @@ class PackedWeight(Weight):
                 self.group,
                 bias=self.bias,
                 activation=fused.activation or "",
+                out_dtype=fused.out_dtype,
                 **fused.around,
             )
         x = fused.normed(x)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.quantized.packing import pack_awq, unpack_awq
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import NUMBERS, WORDS, FileFormat, one_scheme, stored
 from tightfit.models.quantized.scheme import Scheme
@@ -31,6 +32,9 @@ class Awq(FileFormat):
             if plain and scheme.bits == 4 and scheme.group > 0
             else "it has 4-bit integers in groups only, without outliers"
         )
+
+    def refuse_module(self, module: str) -> str | None:
+        return "its readers keep the output projection plain; use compressed-tensors" if module == HEAD_MODULE else None
 
     def refuse_shape(self, outputs: int, inputs: int, scheme: Scheme) -> str | None:
         return f"{outputs} outputs fill no whole words of 4-bit codes, as AWQ needs" if outputs % 8 else None
@@ -61,7 +65,7 @@ class Awq(FileFormat):
 
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         scheme = one_scheme(schemes, "AWQ")
-        kept = [module for module in plain if module != "lm_head"]
+        kept = [module for module in plain if module != HEAD_MODULE]
         return {
             "quant_method": "awq",
             "bits": 4,

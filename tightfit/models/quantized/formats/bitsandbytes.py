@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.quantized.packing import pack_nibbles, unpack_nibbles
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.codebooks import NF4, dynamic_map
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import INT8_SCHEME, NF4_SCHEME
@@ -62,6 +63,8 @@ class BitsAndBytes(FileFormat):
         return None if scheme in (NF4_SCHEME, INT8_SCHEME) else "it has NF4 and LLM.int8 only"
 
     def refuse_module(self, module: str) -> str | None:
+        if module == "lm_head":
+            return "transformers keeps the output projection plain; use compressed-tensors"
         reason = "transformers cannot use the codes of experts; keep those, by a step for '*.experts.*'"
         return reason if ".experts." in module else None
 
@@ -123,13 +126,13 @@ class BitsAndBytes(FileFormat):
 
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         four = one_scheme(schemes, "bitsandbytes").kind == "nf4"
-        kept = [module for module in plain if module != "lm_head"]
+        kept = [module for module in plain if module != HEAD_MODULE]
         config: dict[str, Any] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": four,
             "load_in_8bit": not four,
             "llm_int8_threshold": 6.0,
-            "llm_int8_skip_modules": ["lm_head", *kept],
+            "llm_int8_skip_modules": [HEAD_MODULE, *kept],
         }
         return config | (NF4_CONFIG if four else {})
 

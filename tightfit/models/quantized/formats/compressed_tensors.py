@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.quantized.packing import pack, pack_nibbles, unpack, unpack_nibbles
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
@@ -107,9 +108,10 @@ class CompressedTensors(FileFormat):
         for module, scheme in schemes.items():
             by_scheme.setdefault(scheme, []).append(module)
         layouts = {_layout(scheme) for scheme in by_scheme}
+        named = [HEAD_MODULE] if HEAD_MODULE in schemes else []  # for readers to which it is no Linear
         groups = {
             f"group_{i}": {
-                "targets": ["Linear"] if len(by_scheme) == 1 else names,
+                "targets": ["Linear", *named] if len(by_scheme) == 1 else names,
                 "weights": _weights_args(scheme),
                 "input_activations": _activation_args(scheme),
                 "output_activations": None,
@@ -122,7 +124,7 @@ class CompressedTensors(FileFormat):
             "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": sorted({"lm_head", *plain}),
+            "ignore": sorted({HEAD_MODULE, *plain} - schemes.keys()),
             "kv_cache_scheme": None,
             **({"dequantize": True} if _needs_expanding(by_scheme) else {}),
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.quantized.packing import pack, unpack
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.described import GPTQ_BITS
 from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, one_scheme, stored
@@ -84,7 +85,7 @@ class Gptq(FileFormat):
 
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         scheme = one_scheme(schemes, "GPTQ")
-        if left := [module for module in plain if module != "lm_head"]:
+        if left := [module for module in plain if module != HEAD_MODULE]:
             raise UserError(f"{left[0]} is not quantized, but GPTQ has all layers or none; use compressed-tensors")
         return {
             "quant_method": "gptq",
@@ -94,6 +95,6 @@ class Gptq(FileFormat):
             "desc_act": self.reordered,
             "damp_percent": 0.01,
             "true_sequential": True,
-            "lm_head": False,
+            "lm_head": HEAD_MODULE in schemes,
             "checkpoint_format": "gptq" if self.zeros_minus_one else "gptq_v2",
         }

@@ -1,0 +1,46 @@
+"""The output projection rounded to nearest, some rows at a time, and its codes as they were written.
+
+Its inputs are not observed. It is the largest matrix of most models, so rows are coded in pieces: rounding takes
+several float32 copies of what it rounds.
+"""
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.compress.layer_compression import code_weight
+from tightfit.compress.matrices import HEAD
+from tightfit.compress.memory import HEAD_ROWS
+from tightfit.compress.recipe import Step
+from tightfit.models.decoder import Decoder
+from tightfit.models.huggingface.weight_names import HEAD_MODULE
+from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
+from tightfit.models.quantized.formats.format import FileFormat
+
+
+def code_head(weight: Tensor, step: Step) -> CodedWeight:
+    """The codes of the output projection [V, H]."""
+    pieces = [code_weight(HEAD, piece.float(), None, step) for piece in weight.split(HEAD_ROWS)]
+    return stack_rows(pieces, HEAD)
+
+
+@torch.no_grad()
+def with_codes(model: Decoder, tensors: Mapping[str, Tensor], form: FileFormat, config: Mapping[str, Any]) -> Decoder:
+    """A copy of `model`, which has a final norm and an output projection only, whose projection is that in the
+    `tensors` of a file."""
+    own = {suffix: tensors[name] for suffix in form.suffixes if (name := f"{HEAD_MODULE}.{suffix}") in tensors}
+    weight = form.decode(own, form.scheme(config, HEAD_MODULE), HEAD_MODULE).dequantize()
+    other: Decoder = _apart(model)
+    other.head = _apart(model.head)
+    other.head.weight = nn.Parameter(weight.to(model.head.weight.device), requires_grad=False)
+    return other
+
+
+def _apart(module: Any) -> Any:
+    """A copy of a module whose parts can be replaced; those that are not are shared."""
+    other = copy(module)
+    other._modules, other._parameters = dict(module._modules), dict(module._parameters)
+    return other
