@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.engine import ENGINES, Engine, EngineName
-from tightfit.jobs.precision import PrecisionName
+from tightfit.jobs.precision import FLOAT32_BYTES, PrecisionName
 from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.teacher import SELF, Teacher, held_weight_bytes
 from tightfit.models.resolve import resolve_spec
@@ -87,6 +87,11 @@ class Workload:
     def has_masters(self) -> bool:
         """Whether the optimizer updates float32 masters of 16-bit weights."""
         return self.precision in ("bf16", "fp16")
+
+    @property
+    def updated_bytes(self) -> int:
+        """Bytes of a weight where the optimizer updates it: of its master, where it has one."""
+        return FLOAT32_BYTES if self.has_masters else self.weight_bytes
 
     @property
     def updates_wide(self) -> bool:
