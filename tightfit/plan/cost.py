@@ -57,7 +57,7 @@ states_key = attrgetter(
     "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
 )
 """Cache key: the fields of a Layout on which a rank's weights and states depend."""
-tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "ulysses_ranks", "ring")
+tokens_key = attrgetter("micro_batch", "splits_stream", "tensor", "ulysses_ranks", "ring")
 """Cache key: the fields of a Layout on which a layer's time depends."""
 
 
@@ -113,8 +113,7 @@ class LayoutCost:
 
         tokens, engine = self.layer.tokens, workload.engine
         hidden_bytes = tokens * workload.spec.hidden_size * workload.weight_bytes
-        splits_stream = layout.sequence_parallel or layout.tensor_mesh != "1d"
-        self.stream_bytes = hidden_bytes / (layout.tensor if splits_stream else 1)
+        self.stream_bytes = hidden_bytes / (layout.tensor if layout.splits_stream else 1)
         self.tensor = self._tensor_traffic(counts)
         self.layer_context_s = layer_context_s(self.ctx, layout, self.layer)
         routed_bytes = self.stream_bytes if engine.routes_split_tokens else hidden_bytes

@@ -92,7 +92,7 @@ def test_routed_rows_are_gathered_and_added_up() -> None:
     bytes_each = 4 * 4096 * spec.hidden_size * 2
     bytes_s = cost(spec, 4096).ctx.rates.bytes_s
     assert routed.gate_s - fewer.gate_s == pytest.approx(3 * bytes_each / bytes_s)
-    assert routed.backward_s - fewer.backward_s == pytest.approx(7 * bytes_each / bytes_s)
+    assert routed.passes.backward_s - fewer.passes.backward_s == pytest.approx(7 * bytes_each / bytes_s)
 
 
 def test_more_norms_and_biases_are_more_launches() -> None:

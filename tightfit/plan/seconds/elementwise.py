@@ -56,11 +56,11 @@ class Elementwise:
     """Seconds of elementwise kernels in one layer, for one micro-batch on one rank; and in the loss."""
 
     def __init__(self, ctx: CostContext, layout: Layout, tokens: float) -> None:
-        """`tokens` before tensor ranks split them: norms only with sequence parallelism, everything else always."""
+        """`tokens` before tensor ranks split them: norms only with the residual stream, everything else always."""
         spec, engine = ctx.workload.spec, ctx.workload.engine
         passes = engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes
         number_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
-        stream_s = number_s / (layout.tensor if layout.sequence_parallel else 1)
+        stream_s = number_s / (layout.tensor if layout.splits_stream else 1)
         split_s = number_s / layout.tensor
 
         forward = _token_numbers(spec, passes, backward=False)
