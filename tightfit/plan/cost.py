@@ -37,7 +37,7 @@ from tightfit.plan.seconds.cost_context import cost_context
 from tightfit.plan.seconds.data import DataTraffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
-from tightfit.plan.seconds.host_launches import HostLaunches
+from tightfit.plan.seconds.launches import HostLaunches
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.long_kernels import long_kernels
 from tightfit.plan.seconds.offload import OffloadTime
