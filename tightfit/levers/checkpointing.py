@@ -89,9 +89,11 @@ class Checkpointing:
 
     def run(self, index: int, forward: Forward, x: Tensor, *ctx: Any) -> tuple[Tensor, Tensor | None]:
         """Run layer `index`, whose own forward is `forward`, checkpointed at its level."""
+        if not torch.is_grad_enabled():  # an evaluation's rows keep nothing, so that no budget is too small for them
+            return forward(x, *ctx)
         kept = self.kept_levels(*x.shape[:2], x.element_size())
         level = kept.levels[index]
-        if level == "everything" or not torch.is_grad_enabled():
+        if level == "everything":
             return forward(x, *ctx)
         kept_input = KeptInput(x)
         if self.store is not None:
