@@ -208,8 +208,10 @@ class LayoutCost:
 
     def _offload_s(self, levers: Levers, host: HostLaunches, passes: PassSeconds) -> float:
         """Copies over the host link that the passes, with the traffic and launches they wait for, do not hide."""
-        recomputed = host.recomputed
-        return self.offload(levers).step_s(
+        recomputed, offload = host.recomputed, self.offload(levers)
+        if offload.moves_nothing:
+            return 0.0
+        return offload.step_s(
             checkpoint_bytes=recomputed.share * self.layers * self.stream_bytes,  # layers' inputs
             passes=passes.plus(PassSeconds(backward_s=recomputed.seconds)).plus(host.waits),
             kernels=long_kernels(self.ctx.workload.spec, self.layer, levers, recomputed, self.layers),

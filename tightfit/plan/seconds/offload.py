@@ -74,6 +74,11 @@ class OffloadTime:
     params: RankParams
     micro_batches: int
 
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether nothing goes over the link."""
+        return not (offloads_states(self.levers) or self.levers.offload_checkpoints)
+
     def step_s(
         self,
         *,
