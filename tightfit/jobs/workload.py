@@ -91,12 +91,12 @@ class Workload:
     @property
     def updated_bytes(self) -> int:
         """Bytes of a weight where the optimizer updates it: of its master, where it has one."""
-        return FLOAT32_BYTES if self.has_masters else self.weight_bytes
+        return 2 if self.precision == "pure-bf16" else FLOAT32_BYTES
 
     @property
     def updates_wide(self) -> bool:
         """Whether the optimizer updates float32 tensors, masters or weights."""
-        return self.has_masters or self.precision == "fp32"
+        return self.precision != "pure-bf16"
 
 
 def teacher_of(job: "Job", spec: ModelSpec, precision: PrecisionName) -> Teacher:
