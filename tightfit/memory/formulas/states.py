@@ -45,7 +45,7 @@ class States:
         """Weights that this rank updates: all of its own, or a shard."""
         self.element_bytes = workload.weight_bytes
         self.updated_bytes = workload.updated_bytes
-        self.moment_bytes = moment_bytes(levers, wide=workload.updates_wide)
+        self.moment_bytes = moment_bytes(levers, wide=self.updated_bytes == FLOAT32_BYTES)
         """Bytes of a weight (and of its gradient) in forward and backward, where it is updated, and of both moments."""
         whole_gradient_bytes = max(self.element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
         self.kept_gradient_bytes = self.updated_bytes if shards_are_masters else whole_gradient_bytes
