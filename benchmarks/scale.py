@@ -230,9 +230,7 @@ def stage_bytes(ledger: Ledger, stage: int) -> int:
 def stage_rows(one: Chosen, seconds: float) -> Iterator[dict[str, Any]]:
     """Every stage by formula; the first and the last of a plan by rehearsal too, where there is time."""
     ledger = training_ledger(one.workload, one.layout, one.levers)
-    layout = one.layout
-    shape = layout.pipeline, layout.stages_per_rank
-    counts = layer_counts(one.workload.spec, one.workload.sequence_length, *shape, in_v=layout.in_v)
+    counts = layer_counts(one.workload.spec, one.workload.sequence_length, one.layout)
     rehearsed = {0, one.layout.pipeline - 1} if seconds and one.how != "published" else set()
     for stage, layers in enumerate(counts):
         formula = f"{stage_bytes(ledger, stage) / 2**30:.1f}"

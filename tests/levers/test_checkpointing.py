@@ -217,6 +217,15 @@ def test_a_graph_can_be_gone_through_twice(name: str) -> None:
     assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_an_evaluation_of_more_rows_than_a_budget_holds_is_not_refused() -> None:
+    model, batch = tiny_model(DENSE), ragged_batch(4)
+    checkpoint_layers(model, Levers(checkpoint_budget_bytes=INPUT_BYTES))
+    with pytest.raises(UserError, match="checkpoint_budget_bytes"):
+        model(batch["tokens"], batch["labels"])
+    with torch.no_grad():
+        assert model(batch["tokens"], batch["labels"]).loss > 0
+
+
 def test_nothing_is_kept_where_no_gradients_are_wanted() -> None:
     model = tiny_model(DENSE)
     checkpoint_layers(model, Levers.model_validate(LEVERS["offload, keep matmuls"]))

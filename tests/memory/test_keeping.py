@@ -10,10 +10,11 @@ from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.workload import Workload
+from tightfit.levers.checkpointing import rows_and_length
 from tightfit.levers.policy.recompute import KEEP_LEVELS
 from tightfit.memory.formulas.keeping import layer_levels, level_options
 from tightfit.memory.formulas.layer import layer_kept
-from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_input
+from tightfit.memory.formulas.local_shape import LocalShape, local_shape, shape_of_tokens
 from tightfit.memory.formulas.rank import RankMemory
 from tightfit.memory.formulas.stage import remembered_stage
 from tightfit.memory.formulas.step import steps
@@ -99,11 +100,23 @@ def test_no_order_of_the_layers_needs_less(budget_gb: int, update_in_backward: b
     assert peaks[chosen] < peaks[chosen[::-1]]
 
 
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"data": 4, "zero": 3, "expert": 2},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": False},
+    {"context": 4, "ring": 2},
+)
+
+
 @pytest.mark.parametrize("levers", [{}, {"tiles": 2}, {"matmul": "fp8-tensor"}], ids=["plain", "tiles", "fp8"])
-@pytest.mark.parametrize("layout", [{}, {"data": 4, "zero": 3, "expert": 2}, {"tensor": 2}, {"context": 4, "ring": 2}])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_run_chooses_by_the_shape_that_was_planned(layout: dict[str, Any], levers: dict[str, Any]) -> None:
-    """A layer's input tells what the plan has known: else a budget is spent on other layers than were counted."""
+    """A layer's input, one row under sequence parallelism, tells what the plan has known: else a budget is spent on
+    other layers than were counted."""
     workload = Workload(spec=QWEN, sequence_length=512, global_batch=16)
     given, levers_ = Layout.model_validate({"micro_batch": 2, **layout}), Levers.model_validate(levers)
-    length = 512 // given.context // given.tensor  # sequence parallelism splits a layer's input
-    assert shape_of_input(QWEN, given, levers_, 2, length, 2) == local_shape(workload, given, levers_)
+    tokens = 2 * 512 // given.context
+    is_split = given.tensor > 1 and given.sequence_parallel
+    read = rows_and_length(given, *((1, tokens // given.tensor) if is_split else (2, tokens // 2)))
+    assert shape_of_tokens(QWEN, given, levers_, *read, 2, None) == local_shape(workload, given, levers_)

@@ -19,6 +19,10 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_by_trainer
 from tightfit.jobs.rules.rule import Run
 from tightfit.jobs.workload import Workload
+from tightfit.levers import checkpointing
+from tightfit.levers.policy.recompute import KeepLevel
+from tightfit.memory.formulas.keeping import layer_levels
+from tightfit.memory.formulas.local_shape import LocalShape, local_shape
 from tightfit.models.spec import ModelSpec
 from tightfit.parallel.apply import cut
 from tightfit.parallel.mesh import make_mesh
@@ -97,6 +101,24 @@ def test_a_split_stream_keeps_a_share_of_everything() -> None:
     stream = 4 * ROWS * LENGTH * SPEC.hidden_size
     assert plain > split + 3 * 3 * stream  # four whole streams a layer against four quarters
     assert split < whole / 4 + 2 * stream  # and the hidden states of the loss with their gradient
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_budget_is_spent_by_the_shape_that_was_planned(
+    sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levers = Levers(checkpoint_budget_bytes=2**20)
+    case = Case(spec=SPEC, tensor=4, sequence_parallel=sequence_parallel, rows=ROWS, micro_batch=ROWS, levers=levers)
+    asked: list[LocalShape] = []
+
+    def noted(shape: LocalShape, *others: Any) -> tuple[KeepLevel, ...]:
+        asked.append(shape)
+        return layer_levels(shape, *others)
+
+    monkeypatch.setattr(checkpointing, "layer_levels", noted)
+    kept_bytes(case)
+    workload = Workload(spec=SPEC, sequence_length=LENGTH, global_batch=ROWS, precision="fp32")
+    assert asked == [local_shape(workload, case.layout, levers)]
 
 
 def test_what_is_gathered_again_counts_as_activations() -> None:

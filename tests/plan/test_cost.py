@@ -221,7 +221,7 @@ def test_collectives_are_those_of_the_busiest_stage(stages: int, split: bool) ->
     group = frame.ctx.group(1, 2)
     whole_bytes = 8192 * 16384 * 2
     each_s = group.all_gather_s(whole_bytes) if split else group.all_reduce_s(whole_bytes)
-    calls = [(8 if split else 4) * layers for layers in layer_counts(asked.workload.spec, 8192, stages, 1)]
+    calls = [(8 if split else 4) * layers for layers in layer_counts(asked.workload.spec, 8192, layout)]
     for end in (0, -1):
         calls[end] += 2 if split else 1
     assert 2 * frame.tensor.one_way_s == pytest.approx(max(calls) * each_s)

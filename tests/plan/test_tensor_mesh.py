@@ -51,6 +51,12 @@ def test_a_stage_sends_its_blocks_and_waits_for_its_layers() -> None:
     assert deep == pytest.approx(costs.layout_cost(DEEP).tensor.once_s / 2, rel=0.05)
 
 
+@pytest.mark.parametrize("mesh", [SQUARE, CUBE, DEEP], ids=["2d", "3d", "2.5d"])
+def test_a_mesh_splits_the_residual_stream_with_or_without_sequence_parallelism(mesh: Layout) -> None:
+    costs, without = Costs(WORKLOAD, SIXTY_FOUR), mesh.model_copy(update={"sequence_parallel": False})
+    assert costs.step(mesh, Levers()) == costs.step(without, Levers())
+
+
 def test_larger_than_a_node_meshes_are_tried_beside_other_splits() -> None:
     """Inside a node by a pin alone."""
     machine, mesh_ranks = parse_machine("16x8xH100-80GB"), dict[str, set[int]]()

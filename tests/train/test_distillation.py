@@ -365,7 +365,7 @@ def test_a_teacher_takes_time_in_the_plan() -> None:
         teacher = Teacher(spec=replace(spec, layers=3 * spec.layers), weight_bytes=10**10, place=place)
         times[place] = Costs(replace(plain, teacher=teacher), machine).step(layout, levers)
     layer = Costs(plain, machine).layer(layout)
-    own = 3 * spec.layers * layer.forward_s + layer.head_forward_s
+    own = 3 * spec.layers * layer.passes.forward_s + layer.head_forward_s
     assert times["device"].teacher_s == pytest.approx(own)
     assert times["device"].step_s == pytest.approx(alone.step_s + own)
     assert times["host"].teacher_s - own == pytest.approx(10**10 / machine.accelerator.host.copy_bytes_s)

@@ -124,6 +124,11 @@ class Layout(Section):
         return depth * rows
 
     @property
+    def splits_stream(self) -> bool:
+        """Whether tensor ranks split the residual stream: in a line along the sequence, on a mesh in any case."""
+        return self.sequence_parallel or self.tensor_mesh != "1d"
+
+    @property
     def splits_backward(self) -> bool:
         """Whether backward is split in two: for inputs, and later for weights (zero-bubble schedules)."""
         return self.pipeline > 1 and self.schedule in ("zero-bubble", "zb-v")

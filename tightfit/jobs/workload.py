@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.engine import ENGINES, Engine, EngineName
-from tightfit.jobs.precision import PrecisionName
+from tightfit.jobs.precision import FLOAT32_BYTES, PrecisionName
 from tightfit.jobs.quantize import WeightRounding
 from tightfit.jobs.teacher import SELF, Teacher, held_weight_bytes
 from tightfit.models.resolve import resolve_spec
@@ -89,9 +89,14 @@ class Workload:
         return self.precision in ("bf16", "fp16")
 
     @property
+    def updated_bytes(self) -> int:
+        """Bytes of a weight where the optimizer updates it: of its master, where it has one."""
+        return 2 if self.precision == "pure-bf16" else FLOAT32_BYTES
+
+    @property
     def updates_wide(self) -> bool:
         """Whether the optimizer updates float32 tensors, masters or weights."""
-        return self.has_masters or self.precision == "fp32"
+        return self.precision != "pure-bf16"
 
 
 def teacher_of(job: "Job", spec: ModelSpec, precision: PrecisionName) -> Teacher:

@@ -10,6 +10,7 @@ as soon as everything saved is there, and uses the weights that FSDP2 has all-ga
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,7 @@ from tightfit.levers.checkpoint_keep import SelectiveCheckpoint
 from tightfit.levers.checkpoint_store import HostStore, KeptInput
 from tightfit.levers.policy.recompute import KeepLevel, needs_last_product
 from tightfit.memory.formulas.keeping import layer_levels
-from tightfit.memory.formulas.local_shape import shape_of_input
+from tightfit.memory.formulas.local_shape import shape_of_tokens
 from tightfit.models.decoder import Decoder, Layer
 
 ALONE = Layout()
@@ -55,6 +56,16 @@ class KeptLevels:
         return self.before[-1] + (self.levels[-1] != "everything")
 
 
+def rows_and_length(layout: Layout, rows: int, length: int) -> tuple[int, int]:
+    """Rows, and tokens of each, whose attention is computed in layers that get [rows, length, hidden]; of sequence
+    parallelism that is [1, tokens / tensor ranks, hidden] whatever the rows (parallel/tensor.py)."""
+    if layout.tensor == 1 or layout.tensor_mesh != "1d" or not layout.sequence_parallel:
+        return rows, length
+    tokens = rows * length * layout.tensor
+    micro_batch = gcd(tokens, layout.micro_batch)
+    return micro_batch, tokens // micro_batch
+
+
 class Checkpointing:
     """Runs the layers of one model, each saving what its level says."""
 
@@ -69,7 +80,8 @@ class Checkpointing:
         self.kept_levels = lru_cache(maxsize=64)(self._kept_levels)
 
     def _kept_levels(self, rows: int, length: int, element_bytes: int) -> KeptLevels:
-        shape = shape_of_input(self.spec, self.layout, self.levers, rows, length, element_bytes, self.adapted)
+        sizes = *rows_and_length(self.layout, rows, length), element_bytes
+        shape = shape_of_tokens(self.spec, self.layout, self.levers, *sizes, self.adapted)
         levels = layer_levels(shape, self.levers, self.layer_numbers)
         recomputed = [level != "everything" for level in levels]
         before = tuple(sum(recomputed[:index]) for index in range(len(levels)))
@@ -77,9 +89,11 @@ class Checkpointing:
 
     def run(self, index: int, forward: Forward, x: Tensor, *ctx: Any) -> tuple[Tensor, Tensor | None]:
         """Run layer `index`, whose own forward is `forward`, checkpointed at its level."""
+        if not torch.is_grad_enabled():  # an evaluation's rows keep nothing, so that no budget is too small for them
+            return forward(x, *ctx)
         kept = self.kept_levels(*x.shape[:2], x.element_size())
         level = kept.levels[index]
-        if level == "everything" or not torch.is_grad_enabled():
+        if level == "everything":
             return forward(x, *ctx)
         kept_input = KeptInput(x)
         if self.store is not None:

@@ -37,7 +37,7 @@ from tightfit.plan.seconds.cost_context import cost_context
 from tightfit.plan.seconds.data import DataTraffic
 from tightfit.plan.seconds.expert import expert_one_way_s
 from tightfit.plan.seconds.fp8 import fp8_more_s
-from tightfit.plan.seconds.host_launches import HostLaunches
+from tightfit.plan.seconds.launches import HostLaunches
 from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.long_kernels import long_kernels
 from tightfit.plan.seconds.offload import OffloadTime
@@ -57,7 +57,7 @@ states_key = attrgetter(
     "data", "zero", "shard_inside", "tensor_mesh", "tensor_depth", "stages_per_rank", "in_v", *SPLITS
 )
 """Cache key: the fields of a Layout on which a rank's weights and states depend."""
-tokens_key = attrgetter("micro_batch", "sequence_parallel", "tensor", "ulysses_ranks", "ring")
+tokens_key = attrgetter("micro_batch", "splits_stream", "tensor", "ulysses_ranks", "ring")
 """Cache key: the fields of a Layout on which a layer's time depends."""
 
 
@@ -100,21 +100,20 @@ class LayoutCost:
     def __init__(self, costs: Costs, layout: Layout) -> None:
         self.ctx, self.layout, self.step = costs.ctx, layout, cache(self._step)
         workload = self.ctx.workload
-        self.micro_batches = workload.global_batch // (layout.micro_batch * layout.data)
-        counts = layer_counts(
-            workload.spec, workload.sequence_length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v
-        )
+        self.micro_batches = workload.micro_batches(layout)
+        counts = layer_counts(workload.spec, workload.sequence_length, layout)
         self.layers = max(counts)
         self.layer = costs.layer(layout)
         self.params, self.data = costs.data(layout, self.layers)
         self.teacher_s = teacher_s(self.ctx, layout)
-        layers_with_head = counts[0 if layout.in_v else -1]
-        self.forward_s, self.backward_s = self._slowest_rank(layers_with_head)
+        most_layers = PassSeconds().plus(self.layer.passes, self.layers)
+        with_head = self.layer.head.plus(self.layer.passes, counts[0 if layout.in_v else -1])
+        self.passes = PassSeconds(*map(max, most_layers, with_head))
+        """The card's seconds on the slowest pipeline rank: that with most layers, or that with the head."""
 
         tokens, engine = self.layer.tokens, workload.engine
         hidden_bytes = tokens * workload.spec.hidden_size * workload.weight_bytes
-        splits_stream = layout.sequence_parallel or layout.tensor_mesh != "1d"
-        self.stream_bytes = hidden_bytes / (layout.tensor if splits_stream else 1)
+        self.stream_bytes = hidden_bytes / (layout.tensor if layout.splits_stream else 1)
         self.tensor = self._tensor_traffic(counts)
         self.layer_context_s = layer_context_s(self.ctx, layout, self.layer)
         routed_bytes = self.stream_bytes if engine.routes_split_tokens else hidden_bytes
@@ -123,17 +122,6 @@ class LayoutCost:
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
         if engine.overlaps_sends:
             self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
-        self.offload = OffloadTime(ctx=self.ctx, layout=layout, params=self.params, micro_batches=self.micro_batches)
-
-    def _slowest_rank(self, layers_with_head: int) -> PassSeconds:
-        """The card's seconds on the slowest pipeline rank: that with most layers, or that with the head."""
-        layer = self.layer
-        with_head_forward_s = layers_with_head * layer.forward_s + layer.head_forward_s
-        with_head_backward_s = layers_with_head * layer.backward_s + layer.head_backward_s
-        return PassSeconds(
-            max(self.layers * layer.forward_s, with_head_forward_s),
-            max(self.layers * layer.backward_s, with_head_backward_s),
-        )
 
     def _tensor_traffic(self, counts: Sequence[int]) -> TensorTraffic:
         """Traffic of tensor ranks in a line or on a mesh."""
@@ -199,14 +187,10 @@ class LayoutCost:
 
     def _compute(self, levers: Levers) -> PassSeconds:
         """The card's seconds of forward and backward, with the changes by fp8 products, tiles and the plain loss."""
-        fp8 = fp8_more_s(self.ctx, self.layer, levers)
-        tiled = tiled_more_s(self.ctx, self.layer, levers)
+        more = fp8_more_s(self.ctx, self.layer, levers).plus(tiled_more_s(self.ctx, self.layer, levers))
         is_plain_loss = levers.loss == "plain" or self.ctx.workload.engine.passes.logits is not None
         plain_loss_s = self.layer.plain_loss_more_s if is_plain_loss else 0.0
-        return PassSeconds(
-            self.forward_s + self.layers * (fp8.forward_s + tiled.forward_s),
-            self.backward_s + self.layers * (fp8.backward_s + tiled.backward_s) + plain_loss_s,
-        )
+        return self.passes.plus(more, self.layers).plus(PassSeconds(backward_s=plain_loss_s))
 
     def _with_traffic(self, compute: PassSeconds, regather_s: float) -> PassSeconds:
         """A micro-batch's passes with the collectives that compute waits for."""
@@ -216,15 +200,20 @@ class LayoutCost:
             compute.backward_s + tensor_s + regather_s + self.expert_s + self.layers * context.backward_s,
         )
 
+    def offload(self, levers: Levers) -> OffloadTime:
+        """Copies over the host link."""
+        return OffloadTime(
+            ctx=self.ctx, layout=self.layout, levers=levers, params=self.params, micro_batches=self.micro_batches
+        )
+
     def _offload_s(self, levers: Levers, host: HostLaunches, passes: PassSeconds) -> float:
         """Copies over the host link that the passes, with the traffic and launches they wait for, do not hide."""
-        recomputed, waits = host.recomputed, host.waits
-        return self.offload.step_s(
-            levers,
+        recomputed, offload = host.recomputed, self.offload(levers)
+        if offload.moves_nothing:
+            return 0.0
+        return offload.step_s(
             checkpoint_bytes=recomputed.share * self.layers * self.stream_bytes,  # layers' inputs
-            passes=PassSeconds(
-                passes.forward_s + waits.forward_s, passes.backward_s + recomputed.seconds + waits.backward_s
-            ),
+            passes=passes.plus(PassSeconds(backward_s=recomputed.seconds)).plus(host.waits),
             kernels=long_kernels(self.ctx.workload.spec, self.layer, levers, recomputed, self.layers),
             launches=host.launches,
         )

@@ -62,11 +62,11 @@ def test_layers_of_both_kinds_take_their_own_kernels() -> None:
 
 def test_a_small_head_leaves_multiprocessors_idle() -> None:
     """Gemma-3-270m: chunks of 1024 of 16 384 tokens, 8 × 3 tiles on 132 multiprocessors, where sums are split."""
-    share = head_filled_share(resolve_spec("gemma-3-270m"), tokens=16_384, tensor=1, weight_bytes=2)
+    share = head_filled_share(resolve_spec("gemma-3-270m"), tokens=16_384, tensor=1)
     assert share == 0.33
-    qwen = head_filled_share(resolve_spec("qwen2.5-0.5b"), tokens=16_384, tensor=1, weight_bytes=2)
+    qwen = head_filled_share(resolve_spec("qwen2.5-0.5b"), tokens=16_384, tensor=1)
     assert qwen == pytest.approx(12 * 4 / 132)
-    llama = head_filled_share(resolve_spec("llama-3.1-8b"), tokens=8192, tensor=1, weight_bytes=2)
+    llama = head_filled_share(resolve_spec("llama-3.1-8b"), tokens=8192, tensor=1)
     assert llama == 1.0
 
 
@@ -92,7 +92,7 @@ def test_routed_rows_are_gathered_and_added_up() -> None:
     bytes_each = 4 * 4096 * spec.hidden_size * 2
     bytes_s = cost(spec, 4096).ctx.rates.bytes_s
     assert routed.gate_s - fewer.gate_s == pytest.approx(3 * bytes_each / bytes_s)
-    assert routed.backward_s - fewer.backward_s == pytest.approx(7 * bytes_each / bytes_s)
+    assert routed.passes.backward_s - fewer.passes.backward_s == pytest.approx(7 * bytes_each / bytes_s)
 
 
 def test_more_norms_and_biases_are_more_launches() -> None:
@@ -129,8 +129,8 @@ def test_the_link_stands_still_while_a_layers_long_kernels_run() -> None:
         again = recompute(asked.workload, cost.layout, levers, cost.layer, 32)
         kernels = long_kernels(asked.workload.spec, cost.layer, levers, again, 32)
         still[length] = kernels.stalls(forward_ahead_s=0.6e-3, backward_ahead_s=3e-3)
-        passes = PassSeconds(cost.forward_s, cost.backward_s + again.seconds)
-        moving = cost.offload._moving(passes, kernels, casts_masters=True)
+        passes = cost.passes.plus(PassSeconds(backward_s=again.seconds))
+        moving = cost.offload(levers).moving(passes, kernels)
         ahead_s = 2 * 2**22 * 4 / asked.machine.host_copy_bytes_s
         expected = kernels.stalls(forward_ahead_s=ahead_s, backward_ahead_s=ahead_s)
         assert moving == pytest.approx([whole - part for whole, part in zip(passes, expected, strict=True)])

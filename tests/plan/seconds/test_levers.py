@@ -141,7 +141,7 @@ def test_the_host_queues_every_piece_of_states() -> None:
     cost = frame("llama-3.2-1b", 8192)
     pieces_s = 16 * (4 + 3 * 4) * 1e-3 * PIECE_LAUNCH_MS
     asked: tuple[dict[str, Any], ...] = ({"update_in_backward": True}, {}, {"offload_update": "host"})
-    inside, after, on_host = (cost.offload.queued(Levers(offload="optimizer", **more)) for more in asked)
+    inside, after, on_host = (cost.offload(Levers(offload="optimizer", **more)).queued for more in asked)
     deferred = (2**30 - IN_FLIGHT_BYTES) / 4 / (16 * 60_821_504)
     assert list(inside) == pytest.approx([deferred * pieces_s, (1 - deferred) * pieces_s], rel=0.001)
     assert list(after) == pytest.approx([pieces_s, 0.0], rel=0.001)
@@ -152,12 +152,13 @@ def test_pieces_that_the_host_queues_slowly_are_a_longer_step() -> None:
     """Many small matrices: the host needs longer for the 24 layers of Qwen2.5-0.5B than the link for their states."""
     levers = Levers(offload="optimizer", update_in_backward=True, offload_gradient_bytes=IN_FLIGHT_BYTES)
     cost = frame("qwen2.5-0.5b", 512)
-    found, passing = cost.step(levers), cost.offload._states(levers)
-    pieces_s = cost.offload.queued(levers).backward_s
-    without = cost.offload.step_s(levers, checkpoint_bytes=0.0, passes=PassSeconds(), kernels=SHORT)
+    found, passing = cost.step(levers), cost.offload(levers).states
+    pieces_s = cost.offload(levers).queued.backward_s
+    without = cost.offload(levers).step_s(checkpoint_bytes=0.0, passes=PassSeconds(), kernels=SHORT)
     assert without == pytest.approx(max(passing.backward_s, pieces_s) + passing.after_s)
     updates_s = found.optimizer_s - late_update_launch_s(resolve_spec("qwen2.5-0.5b"), layers=24)
-    host_backward_s = found.launch_s - (host_forward_s(cost) - cost.forward_s) + cost.backward_s + updates_s
+    forward_wait_s = host_forward_s(cost) - cost.passes.forward_s
+    host_backward_s = found.launch_s - forward_wait_s + cost.passes.backward_s + updates_s
     assert host_backward_s + pieces_s > passing.backward_s
     assert found.offload_s == pytest.approx(pieces_s + updates_s + passing.after_s, rel=0.01)
 
@@ -166,7 +167,7 @@ def test_deferred_states_pass_beside_the_next_forward_pass() -> None:
     """Of Llama 8B's last layers as much as half a GiB of float32; its head is waited for before any other is sent."""
     levers = Levers(offload="optimizer", update_in_backward=True)
     cost = frame("llama-3.1-8b", 8192)
-    states = cost.offload._states(levers)
+    states = cost.offload(levers).states
     vocabulary, layers, deferred = 128_256 * 4096, 32 * 218_112_000, 2**29 / 4
     each_s = states.after_s / vocabulary
     assert states.forward_s == pytest.approx(deferred * each_s, rel=1e-3)
@@ -176,11 +177,10 @@ def test_deferred_states_pass_beside_the_next_forward_pass() -> None:
     assert share == pytest.approx(deferred / layers, rel=1e-3)
 
     def exposed_s(forward_s: float, backward_s: float) -> float:
-        return cost.offload.step_s(
-            levers, checkpoint_bytes=0.0, passes=PassSeconds(forward_s, backward_s), kernels=SHORT
-        )
+        passes = PassSeconds(forward_s, backward_s)
+        return cost.offload(levers).step_s(checkpoint_bytes=0.0, passes=passes, kernels=SHORT)
 
-    queued = cost.offload.queued(levers)
+    queued = cost.offload(levers).queued
     assert queued.forward_s < states.forward_s
     assert queued.backward_s < states.backward_s
     at_once_s = states.forward_s + states.backward_s + states.after_s
@@ -210,7 +210,7 @@ def test_tiles_compute_both_halves_again_but_for_the_last_product() -> None:
     more = long.step(Levers(tiles=2)).compute_s - long.step(Levers()).compute_s
     products = long.layer.products
     least = 32 * (products.qkv_s + products.output_s + products.up_s)
-    assert least < more < 32 * (products.forward_s + long.layer.elementwise.forward_s)
+    assert least < more < 32 * (products.forward_s + long.layer.elementwise.passes.forward_s)
     both = long.step(Levers(tiles=2, checkpoint_every=1)).recompute_s
     attention = 32 * long.layer.attention.forward_s
     assert attention < both < long.step(CHECKPOINTED).recompute_s

@@ -131,28 +131,11 @@ _remembered = lru_cache(maxsize=4096)(LocalShape)
 def local_shape(workload: Workload, layout: Layout, levers: Levers) -> LocalShape:
     """The shape on every rank of `layout`."""
     rows, length = ceil(layout.micro_batch, layout.row_parts), ceil(workload.sequence_length, layout.context)
-    return _split_shape(
-        workload.spec, layout, levers, rows, length, workload.weight_bytes, workload.adapted, workload.engine_name
-    )
+    sizes = rows, length, workload.weight_bytes
+    return shape_of_tokens(workload.spec, layout, levers, *sizes, workload.adapted, workload.engine_name)
 
 
-def shape_of_input(
-    spec: ModelSpec,
-    layout: Layout,
-    levers: Levers,
-    rows: int,
-    length: int,
-    element_bytes: int,
-    adapted: Adapted | None = None,
-) -> LocalShape:
-    """The shape on a rank of `layout` whose layers get [rows, length, hidden], the rank's part of the sequence."""
-    splits_sequence = layout.tensor_mesh == "1d" and layout.sequence_parallel
-    return _split_shape(
-        spec, layout, levers, rows, length * (layout.tensor if splits_sequence else 1), element_bytes, adapted
-    )
-
-
-def _split_shape(
+def shape_of_tokens(
     spec: ModelSpec,
     layout: Layout,
     levers: Levers,
@@ -162,16 +145,15 @@ def _split_shape(
     adapted: Adapted | None,
     engine_name: EngineName = "tightfit",
 ) -> LocalShape:
-    """Rows × length tokens on a rank of `layout`, with the fields that follow from layout and levers."""
-    is_line = layout.tensor_mesh == "1d"
+    """The shape on a rank of `layout` that computes attention of rows × length tokens."""
     return _remembered(
         spec,
         rows,
         length,
         element_bytes,
         tensor=layout.tensor_axes[2],
-        mesh_ranks=0 if is_line else layout.weight_ranks,
-        sequence_parallel=not is_line or (layout.sequence_parallel and layout.tensor > 1),
+        mesh_ranks=0 if layout.tensor_mesh == "1d" else layout.weight_ranks,
+        sequence_parallel=layout.splits_stream and layout.tensor > 1,
         context=layout.context,
         ring=layout.ring,
         expert=layout.expert,

@@ -46,6 +46,11 @@ def rank_spans(spec: ModelSpec, length: int, layout: Layout) -> tuple[RankSpan, 
     return _rank_spans(spec, length, layout.pipeline, layout.stages_per_rank, in_v=layout.in_v)
 
 
+def layer_counts(spec: ModelSpec, length: int, layout: Layout) -> tuple[int, ...]:
+    """How many layers each pipeline rank has."""
+    return tuple(span.last - span.first for span in rank_spans(spec, length, layout))
+
+
 @lru_cache(maxsize=4096)
 def _rank_spans(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool) -> tuple[RankSpan, ...]:
     spans, head_rank = cut(spec, length, pipeline * pieces), 0 if in_v else pipeline - 1
@@ -56,11 +61,6 @@ def _rank_spans(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_
         first, last = last, last + sum(own)
         found.append(RankSpan(rank, first, last, own, has_embedding=rank == 0, has_head=rank == head_rank))
     return tuple(found)
-
-
-def layer_counts(spec: ModelSpec, length: int, pipeline: int, pieces: int, *, in_v: bool = False) -> tuple[int, ...]:
-    """How many layers each pipeline rank has."""
-    return tuple(span.last - span.first for span in _rank_spans(spec, length, pipeline, pieces, in_v=in_v))
 
 
 def telling_ranks(workload: Workload, layout: Layout, levers: Levers) -> tuple[int, ...]:

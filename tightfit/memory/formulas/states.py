@@ -44,8 +44,8 @@ class States:
         self.owned = params.shard(self.ranks, layout.expert) if layout.zero else params.all
         """Weights that this rank updates: all of its own, or a shard."""
         self.element_bytes = workload.weight_bytes
-        self.updated_bytes = FLOAT32_BYTES if has_masters else self.element_bytes
-        self.moment_bytes = moment_bytes(levers, wide=workload.updates_wide)
+        self.updated_bytes = workload.updated_bytes
+        self.moment_bytes = moment_bytes(levers, wide=self.updated_bytes == FLOAT32_BYTES)
         """Bytes of a weight (and of its gradient) in forward and backward, where it is updated, and of both moments."""
         whole_gradient_bytes = max(self.element_bytes, 0 if layout.zero else workload.engine.memory.gradient_bytes)
         self.kept_gradient_bytes = self.updated_bytes if shards_are_masters else whole_gradient_bytes

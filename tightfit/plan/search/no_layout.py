@@ -1,22 +1,31 @@
-"""Why a search space has no layout: degrees that do not divide, a rule that the pins break, or the batch."""
+"""Why a search space has no layout: levers or degrees that do not agree, a rule that the pins break, or the batch."""
 
 import math
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from tightfit.errors import UserError
+from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.refusals import refused_levers
 from tightfit.plan.search.layouts import MOST_PIPELINED_LAYERS, RANK_DEGREES
 from tightfit.plan.search.lever_choices import NO_LEVERS
-
-if TYPE_CHECKING:
-    from tightfit.plan.search.space import SearchSpace
+from tightfit.plan.search.space import SearchSpace
 
 ASKED_REASONS = 64
 """Refused layouts whose reasons are counted."""
 
 
-def why_no_layout(space: "SearchSpace") -> str:
+def check(space: SearchSpace) -> None:
+    """Raise a UserError if pins or the batch leave no layout or no levers."""
+    if not space.levers():
+        alone = Levers.model_construct(**space.pins.levers)
+        raise UserError(refused_levers(alone) or f"no set of levers agrees with all of {space.pins}; drop one")
+    if next(space.layouts(), None) is None:
+        raise UserError(why_no_layout(space))
+
+
+def why_no_layout(space: SearchSpace) -> str:
     """A sentence with the first reason that is found."""
     ranks, pins, layers = space.machine.ranks, space.pins.layout, space.workload.spec.layers
     degrees = {name: pins[name] for name in RANK_DEGREES if name in pins}
@@ -39,7 +48,7 @@ def why_no_layout(space: "SearchSpace") -> str:
     return _batch_does_not_divide(space) or _rule_or_pin(space)
 
 
-def _batch_does_not_divide(space: "SearchSpace") -> str | None:
+def _batch_does_not_divide(space: SearchSpace) -> str | None:
     """A sentence about a global batch that does not divide, if another number of rows would leave a layout."""
     machine, workload = space.machine, space.workload
     rows = machine.ranks * space.pins.layout.get("micro_batch", 1)
@@ -52,7 +61,7 @@ def _batch_does_not_divide(space: "SearchSpace") -> str | None:
     )
 
 
-def _rule_or_pin(space: "SearchSpace") -> str:
+def _rule_or_pin(space: SearchSpace) -> str:
     """A sentence with the rule that most layouts break, or the pin without which there would be a layout."""
     pins, machine = space.pins, space.machine.text
     alone = (each for each in pins.own() if _has_layout(replace(space, pins=pins.without(*each))))
@@ -70,5 +79,5 @@ def _rule_or_pin(space: "SearchSpace") -> str:
     return f"no layout of {machine} for {space.workload.spec.family} agrees with {culprit}={value}{beside}; drop it"
 
 
-def _has_layout(space: "SearchSpace") -> bool:
+def _has_layout(space: SearchSpace) -> bool:
     return bool(space.levers()) and next(space.layouts(), None) is not None

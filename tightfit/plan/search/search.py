@@ -23,6 +23,7 @@ from tightfit.jobs.layout import SPLITS, Layout
 from tightfit.jobs.levers import Levers
 from tightfit.plan.search.candidate import Candidate, Pricing
 from tightfit.plan.search.lever_choices import STATES_LEVER, weaker
+from tightfit.plan.search.no_layout import check
 from tightfit.plan.search.space import SearchSpace
 
 COMFORT = 0.95
@@ -66,7 +67,7 @@ def search(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
 
 def _found(space: SearchSpace, only: list[list[Layout]] | None = None) -> Found:
     """The result of one search, without levers of last resort."""
-    space.check()
+    check(space)
     pricing = Pricing(space)
     families = pricing.within_budget(list(space.families()) if only is None else only)
     for host in _host_uses(space):

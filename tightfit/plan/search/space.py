@@ -5,21 +5,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
-from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE, Wanted
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.rules.refusals import refused_beside, refused_levers, refused_workload
+from tightfit.jobs.rules.refusals import refused_beside, refused_workload
 from tightfit.jobs.workload import Workload
 from tightfit.memory.formulas.overheads import INSTALLED, ON_CPU, Overheads
 from tightfit.memory.formulas.pipeline import micro_batches_in_flight
 from tightfit.plan.search.layouts import Layouts
 from tightfit.plan.search.lever_choices import NO_LEVERS, TILED_LENGTH, LeverSets, lever_sets
-from tightfit.plan.search.no_layout import why_no_layout
 from tightfit.plan.search.pins import Pins
-
-NO_PINS = Pins()
 
 
 class RuleCache:
@@ -41,7 +37,7 @@ class SearchSpace:
 
     workload: Workload
     machine: Machine
-    pins: Pins = NO_PINS
+    pins: Pins = field(default_factory=Pins)
     lossy: bool = False
     rule_cache: RuleCache = field(init=False, repr=False, compare=False, default_factory=RuleCache)
 
@@ -155,11 +151,3 @@ class SearchSpace:
             sets, workload = self.levers(host=host), self.workload
             known[alike] = LeverSets(each for each in sets if refused_beside(workload, layout, each) is None)
         return known[alike]
-
-    def check(self) -> None:
-        """Raise a UserError if pins or the batch leave no layout or no levers."""
-        if not self.levers():
-            alone = Levers.model_construct(**self.pins.levers)
-            raise UserError(refused_levers(alone) or f"no set of levers agrees with all of {self.pins}; drop one")
-        if next(self.layouts(), None) is None:
-            raise UserError(why_no_layout(self))

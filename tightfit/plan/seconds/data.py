@@ -16,6 +16,7 @@ Hybrid sharding (`shard_inside`): an all-reduce of shards over the copies once a
 from collections.abc import Callable
 
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.passes import exposed_s
@@ -34,10 +35,8 @@ class DataTraffic:
         dense_group = ctx.group(layout.tensor, shards)
         expert_group = ctx.group(layout.tensor * layout.expert, max(1, shards // layout.expert))
         copies_group = ctx.group(layout.ranks // layout.pipeline // layout.zero_groups, layout.zero_groups)
-        reduced_bytes = 4 if workload.has_masters and engine.reduces_wide else weight_bytes
-        self.root_share = params.root_share
-        self.overlaps_gradients = engine.overlaps_gradients
-        """Whether the engine reduces gradients while backward runs."""
+        reduced_bytes = FLOAT32_BYTES if workload.has_masters and engine.reduces_wide else weight_bytes
+        self.engine, self.params = engine, params
         self.calls = calls = layers + 1
         if engine.bucket_bytes is not None:
             self.calls = calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
@@ -62,7 +61,7 @@ class DataTraffic:
         """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
         if layout.gradient_ranks == 1:
             return 0.0
-        if not self.overlaps_gradients:
+        if not self.engine.overlaps_gradients:
             return self._alone_s(layout, micro_batches)
         if layout.zero == 0:
             return self.all_reduce_s if layout.pipeline > 1 else exposed_s(self.all_reduce_s, backward_s, self.calls)
@@ -71,7 +70,7 @@ class DataTraffic:
         if layout.zero < 3:
             reductions = 1 if layout.zero == 1 else micro_batches
             return gathered_s + self.unpack_s + reductions * reduced_s + self.between_copies_s
-        again = 1 - self.root_share
+        again = 1 - self.params.root_share
         both_s = exposed_s(again * self.gather_s + self.reduce_s, backward_s, self.calls)
         each_s = gathered_s + both_s + (1 + again) * self.unpack_s + self.pack_s
         return micro_batches * each_s + self.between_copies_s

@@ -20,6 +20,7 @@ from tightfit.jobs.engine import Passes
 from tightfit.jobs.layout import Layout
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.cost_context import CostContext
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import mlp_columns, routed_share
 
 NORM_PASSES = 2, 3
@@ -55,11 +56,11 @@ class Elementwise:
     """Seconds of elementwise kernels in one layer, for one micro-batch on one rank; and in the loss."""
 
     def __init__(self, ctx: CostContext, layout: Layout, tokens: float) -> None:
-        """`tokens` before tensor ranks split them: norms only with sequence parallelism, everything else always."""
+        """`tokens` before tensor ranks split them: norms only with the residual stream, everything else always."""
         spec, engine = ctx.workload.spec, ctx.workload.engine
         passes = engine.passes if spec.norm == "layer" else engine.eager_norm_passes or engine.passes
         number_s = tokens * ctx.workload.weight_bytes / ctx.rates.bytes_s
-        stream_s = number_s / (layout.tensor if layout.sequence_parallel else 1)
+        stream_s = number_s / (layout.tensor if layout.splits_stream else 1)
         split_s = number_s / layout.tensor
 
         forward = _token_numbers(spec, passes, backward=False)
@@ -67,8 +68,9 @@ class Elementwise:
         self.rope_s = split_s * forward.heads
         self.gate_s = split_s * (forward.gate + forward.experts)
         backward = _token_numbers(spec, passes, backward=True)
-        self.backward_s = stream_s * backward.norms + split_s * (backward.heads + backward.gate + backward.experts)
-        """Backward of norms, rope and gate together."""
+        backward_s = stream_s * backward.norms + split_s * (backward.heads + backward.gate + backward.experts)
+        self.passes = PassSeconds(self.norms_s + self.rope_s + self.gate_s, backward_s)
+        """Norms, rope and gate together."""
 
         logits_s = split_s * spec.vocab_size
         plain_passes = passes.logits or LOGIT_PASSES["plain"]
@@ -76,11 +78,6 @@ class Elementwise:
         self.fused_loss_s = LOGIT_PASSES["fused"] * logits_s
         self.plain_loss_more_s = (plain_passes - LOGIT_PASSES["fused"]) * logits_s
         """Further seconds of the plain loss."""
-
-    @property
-    def forward_s(self) -> float:
-        """Forward of norms, rope and gate."""
-        return self.norms_s + self.rope_s + self.gate_s
 
 
 def _token_numbers(spec: ModelSpec, passes: Passes, *, backward: bool) -> TokenNumbers:

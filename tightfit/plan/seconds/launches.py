@@ -1,21 +1,34 @@
-"""Launches: the host's time to launch a micro-batch's kernels and the update's (hardware/launches.py).
+"""Launches: the host's time to launch a step's kernels (hardware/launches.py), and the card's waits for them.
 
 Levers are assumed to add up: recomputed layers have checkpointing's further launches, all layers those of other levers
 (`ADDED`). Tiled layers were measured as layers of their own (tiles.py). The measured layer is Llama's; for other
 families the differences are counted: norms of queries and keys and after blocks, biases, routing, GPT-2's lack of rope
 and gate, and an update for each matrix.
+
+The host launches kernels ahead of the card. Where launching takes longer than the work, the card waits:
+
+    forward     launches of forward − the card's forward
+    backward    launches of both passes − the card's, less what forward waited
+
+Where the host launches the update before it reads the loss, it launches the next forward while the card updates. With
+updates inside backward it waits for the card at the end of forward, so that the card idles at least until the loss's
+backward is launched. A slow host's step is captured as a CUDA graph where that is possible.
 """
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from tightfit.hardware import launches as measured
 from tightfit.hardware.launches import Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules.cuda_graph import may_capture
 from tightfit.jobs.state_format import is_torch_adamw, state_format
 from tightfit.jobs.workload import Workload
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.seconds.adapter import adapter_launch
+from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.fp8 import fp8_launch
 from tightfit.plan.seconds.offload import offload_launch
 from tightfit.plan.seconds.parameters import model_params
@@ -111,3 +124,111 @@ def update_launch_s(workload: Workload, layout: Layout, levers: Levers, layers: 
         further_chunks = max(0.0, params / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers)
     layer_ms = measured.UPDATE_MS[name] * tensors / measured.USUAL_TENSORS
     return 1e-3 * (measured.UPDATE_REST_MS + layers * layer_ms + further_chunks * measured.FURTHER_CHUNK_MS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLaunches:
+    """What the host launches in a step, beside the card's own seconds of it."""
+
+    ctx: CostContext
+    layout: Layout
+    levers: Levers
+    layers: int
+    micro_batches: int
+    compute: PassSeconds
+    """The card's seconds of a micro-batch without recomputation."""
+    recomputed: Recompute
+    update_s: float
+    """The card's seconds of the update."""
+
+    @cached_property
+    def is_captured(self) -> bool:
+        """Whether forward and backward, with updates inside it, are launched as a CUDA graph: where it is possible and
+        a slow host (SLOW_HOST × the launches) would take longer than the card."""
+        workload, levers = self.ctx.workload, self.levers
+        if not (workload.engine.captures and may_capture(workload, self.layout, levers)):
+            return False
+        card_s = self.compute.both_s + self.recomputed.seconds
+        card_s += self.update_s if levers.update_in_backward else 0.0
+        return levers.cuda_graph == "always" or measured.SLOW_HOST * self._reference_launches.both_s > card_s
+
+    @cached_property
+    def launches(self) -> PassSeconds:
+        """The host's seconds of launching a micro-batch's forward and backward, or of replaying their graph."""
+        return PassSeconds(forward_s=self._replay_s) if self.is_captured else self._launches(self.ctx.launch_share)
+
+    @cached_property
+    def waits(self) -> PassSeconds:
+        """Seconds that the card waits for launches in a micro-batch's forward and in its backward."""
+        launches = self.launches
+        card_forward_s, card_backward_s = self.compute.forward_s, self.compute.backward_s + self.recomputed.seconds
+        host_backward_s = launches.backward_s
+        if self._launches_update_before_loss:
+            host_backward_s += self._update_launch_s / max(1, self.micro_batches)
+            card_forward_s += self.update_s / max(1, self.micro_batches)
+        forward_late_s = max(0.0, launches.forward_s - card_forward_s)
+        if self.levers.update_in_backward and not self.is_captured:
+            began_s = 1e-3 * self.ctx.launch_share * measured.REST.backward_ms
+            return PassSeconds(forward_late_s, max(began_s, host_backward_s - card_backward_s - self.update_s))
+        late_s = launches.forward_s + host_backward_s - card_forward_s - card_backward_s
+        return PassSeconds(forward_late_s, max(0.0, late_s - forward_late_s))
+
+    @property
+    def step_waits_s(self) -> float:
+        """Seconds of a step in which the card waits for launches; even with its host ahead it idles between kernels."""
+        return max(self.micro_batches * self.waits.both_s, self._idle_s)
+
+    @property
+    def step_update_s(self) -> float:
+        """The update: the card's seconds, or the host's for launching it if longer and nothing else is queued.
+
+        With updates inside backward, matrices are updated there; after it the card waits for the launches of the
+        remaining updates (norms and biases).
+        """
+        if not self.levers.update_in_backward:
+            hides_launches = self._launches_update_before_loss
+            return self.update_s if hides_launches else max(self.update_s, self._update_launch_s)
+        if self.is_captured:
+            return self.update_s
+        return self.update_s + self.ctx.host_share * late_update_launch_s(self.ctx.workload.spec, self.layers)
+
+    @property
+    def _idle_s(self) -> float:
+        """Idle seconds of a card though its host is ahead; 0 in a pipeline, whose ranks wait for each other instead."""
+        if self.layout.pipeline > 1:
+            return 0.0
+        if not (self._launches_update_before_loss or self.is_captured):
+            return 1e-3 * self.ctx.launch_share * measured.STEP_IDLE_MS
+        gaps_s = measured.GAP_SHARE * (self.micro_batches * self._reference_launches.both_s)
+        updates_in_graph = self.levers.update_in_backward and self.is_captured
+        return gaps_s + self._replay_s if updates_in_graph else gaps_s  # none runs while the host prepares a replay
+
+    @property
+    def _replay_s(self) -> float:
+        """The host's seconds of replaying a CUDA graph of forward and backward."""
+        return 1e-3 * self.ctx.launch_share * measured.REPLAY_MS
+
+    @cached_property
+    def _reference_launches(self) -> PassSeconds:
+        """Launches one by one on the host on which they were measured."""
+        return self._launches(self.ctx.workload.engine.launch_share)
+
+    def _launches(self, share: float) -> PassSeconds:
+        """Seconds to launch a micro-batch's forward and backward, on a host that takes `share` of the measured time."""
+        workload = self.ctx.workload
+        ours = launch_s(self.levers, self.recomputed, self.layers, workload.spec, adapter_launch(workload))
+        backwards = 2 if self.layout.splits_backward else 1  # autograd runs for inputs, then again for weights
+        return PassSeconds(share * ours.forward_s, share * ours.backward_s * backwards)
+
+    @cached_property
+    def _launches_update_before_loss(self) -> bool:
+        """Whether the host launches the update before it reads the loss; torch's AdamW skips non-finite gradients by
+        itself."""
+        workload = self.ctx.workload
+        return workload.engine.launches_update_before_loss and is_torch_adamw(self.levers, wide=workload.updates_wide)
+
+    @cached_property
+    def _update_launch_s(self) -> float:
+        """The host's seconds of launching the update after backward."""
+        measured_s = update_launch_s(self.ctx.workload, self.layout, self.levers, self.layers)
+        return self.ctx.host_share * measured_s

@@ -5,6 +5,7 @@ from tightfit.plan.seconds.adapter import frozen_products
 from tightfit.plan.seconds.attention import layer_attention
 from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.elementwise import Elementwise
+from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import head_filled_share, head_forward_s, layer_products
 
 UNALIGNED = 2
@@ -28,31 +29,25 @@ class LayerTime:
         self.attention = layer_attention(ctx, tokens=tokens, tensor=tensor)
         self.elementwise = Elementwise(ctx, layout, tokens)
         self.head_forward_s = head_forward_s(ctx, tokens=tokens, tensor=tensor)
-        self.head_filled_share = 1.0
+        is_fused_16_bit = workload.precision != "fp32" and workload.engine.passes.logits is None
+        filled_share = head_filled_share(workload.spec, tokens=tokens, tensor=tensor)
+        self.head_filled_share = filled_share if is_fused_16_bit else 1.0
         """Share of busy multiprocessors in the product of the head's input gradient (fused loss, 16 bits)."""
-        if workload.precision != "fp32" and workload.engine.passes.logits is None:
-            self.head_filled_share = head_filled_share(
-                workload.spec, tokens=tokens, tensor=tensor, weight_bytes=workload.weight_bytes
-            )
         self.rows_aligned = workload.spec.vocab_size // tensor * workload.weight_bytes % ALIGNED_BYTES == 0
         """Whether rows of logits begin at multiples of 16 bytes."""
 
     @property
-    def forward_s(self) -> float:
-        """Forward of one layer."""
-        return self.products.forward_s + self.attention.forward_s + self.elementwise.forward_s
+    def passes(self) -> PassSeconds:
+        """One layer; backward has two products for each of forward's, one if the weights are frozen."""
+        forward_s = self.products.forward_s
+        products = PassSeconds(forward_s, 2 * forward_s if self.frozen_backward_s is None else self.frozen_backward_s)
+        return products.plus(self.attention).plus(self.elementwise.passes)
 
     @property
-    def backward_s(self) -> float:
-        """Backward of one layer: two products for each of forward's, one if the weights are frozen."""
-        products_s = 2 * self.products.forward_s if self.frozen_backward_s is None else self.frozen_backward_s
-        return products_s + self.attention.backward_s + self.elementwise.backward_s
-
-    @property
-    def head_backward_s(self) -> float:
-        """Backward of the output projection with the fused loss: products for inputs and weight, passes over logits."""
+    def head(self) -> PassSeconds:
+        """The output projection with the fused loss; in backward products for inputs and weight, passes over logits."""
         products = 1 / self.head_filled_share + (1 if self.frozen_backward_s is None else 0)
-        return products * self.head_forward_s + self.elementwise.fused_loss_s
+        return PassSeconds(self.head_forward_s, products * self.head_forward_s + self.elementwise.fused_loss_s)
 
     @property
     def plain_loss_more_s(self) -> float:

@@ -17,6 +17,7 @@ meanwhile, except for copies that need no kernel on arrival: checkpoints, and we
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, Launch
 from tightfit.jobs.layout import Layout
@@ -69,12 +70,17 @@ class OffloadTime:
 
     ctx: CostContext
     layout: Layout
+    levers: Levers
     params: RankParams
     micro_batches: int
 
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether nothing goes over the link."""
+        return not (offloads_states(self.levers) or self.levers.offload_checkpoints)
+
     def step_s(
         self,
-        levers: Levers,
         *,
         checkpoint_bytes: float,
         passes: PassSeconds,
@@ -86,20 +92,15 @@ class OffloadTime:
         `passes` are a micro-batch's seconds on the card, which hide copies; `kernels` its long kernels, during which
         the link may stall; `launches` the host's seconds of launching it. States pass with one micro-batch of a step.
         """
-        checkpoints_s = self._checkpoints_s(levers, checkpoint_bytes)
-        left_s = self._left_s(levers, checkpoints_s, passes, kernels, NO_STATES, NO_LAUNCHES)
-        if not offloads_states(levers):
+        checkpoints_s = self._checkpoints_s(checkpoint_bytes)
+        left_s = self._left_s(checkpoints_s, passes, kernels, NO_STATES, NO_LAUNCHES)
+        if not offloads_states(self.levers):
             return self.micro_batches * left_s
-        queued, share = self.queued(levers), self.ctx.host_share
-        host = PassSeconds(
-            launches.forward_s + share * queued.forward_s, launches.backward_s + share * queued.backward_s
-        )
-        with_states_s = self._left_s(levers, checkpoints_s, passes, kernels, self._states(levers), host)
-        return (self.micro_batches - 1) * left_s + with_states_s
+        host = launches.plus(self.queued, self.ctx.host_share)
+        return (self.micro_batches - 1) * left_s + self._left_s(checkpoints_s, passes, kernels, self.states, host)
 
     def _left_s(
         self,
-        levers: Levers,
         checkpoints_s: float,
         passes: PassSeconds,
         kernels: LongKernels,
@@ -108,10 +109,9 @@ class OffloadTime:
     ) -> float:
         """Seconds that one micro-batch with `states` waits for the link, for the kernels that update and cast between
         the layers' long ones, or for the host, which takes `host` to launch and queue."""
-        weights = self._weights(levers)
-        casts_masters = offloads_weights(levers) and self.ctx.workload.has_masters
-        cast = weights if casts_masters else PassSeconds()
-        moving = self._moving(passes, kernels, casts_masters=casts_masters, states=states)
+        weights = self._weights
+        cast = weights if self._casts_masters else PassSeconds()
+        moving = self.moving(passes, kernels, states)
         forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
         backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
         sent_backward_s = (1 - states.deferred_share) * moving.backward_s  # after the deferred last layers
@@ -129,110 +129,110 @@ class OffloadTime:
         )
         return forward_left_s + backward_left_s + states.after_s
 
-    def _checkpoints_s(self, levers: Levers, checkpoint_bytes: float) -> float:
+    def _checkpoints_s(self, checkpoint_bytes: float) -> float:
         """Seconds to copy a micro-batch's checkpoints one way."""
-        if not levers.offload_checkpoints:
+        if not self.levers.offload_checkpoints:
             return 0.0
-        limit_bytes = levers.checkpoint_host_bytes
+        limit_bytes = self.levers.checkpoint_host_bytes
         sent_bytes = checkpoint_bytes if limit_bytes is None else min(checkpoint_bytes, limit_bytes)
         return sent_bytes / self._one_way_bytes_s
 
-    def _moving(
-        self, passes: PassSeconds, kernels: LongKernels, *, casts_masters: bool, states: StateTraffic = NO_STATES
-    ) -> PassSeconds:
+    def moving(self, passes: PassSeconds, kernels: LongKernels, states: StateTraffic = NO_STATES) -> PassSeconds:
         """Seconds of each pass in which the link moves states and masters: all but its stalls."""
-        ahead_s = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES / self._one_way_bytes_s if casts_masters else 0.0
+        casts_bytes = (MASTER_SLOTS - 1) * PIECE_ELEMENTS * FLOAT32_BYTES if self._casts_masters else 0
+        ahead_s = casts_bytes / self._one_way_bytes_s
         stalls = kernels.stalls(
             forward_ahead_s=max(ahead_s, states.ahead_s) if states.forward_s else ahead_s,
             backward_ahead_s=max(ahead_s, states.ahead_s) if states.backward_s else ahead_s,
         )
-        return PassSeconds(
-            max(0.0, passes.forward_s - stalls.forward_s), max(0.0, passes.backward_s - stalls.backward_s)
-        )
+        return PassSeconds(*(max(0.0, each_s) for each_s in passes.plus(stalls, -1)))
 
-    def queued(self, levers: Levers) -> PassSeconds:
+    @cached_property
+    def queued(self) -> PassSeconds:
         """Host seconds of queueing the pieces of the layers' states in forward and in backward."""
-        if self._host_can_update(levers):
+        if self._host_can_update:
             return PassSeconds()
-        offloaded_share = self._offloaded(levers) / max(1.0, self.params.owned)
+        offloaded_share = self._offloaded / max(1.0, self.params.owned)
         pieces_s = 1e-3 * PIECE_LAUNCH_MS * offloaded_share * self._pieces
-        in_forward = self._states(levers).deferred_share if levers.update_in_backward else 1.0
+        in_forward = self.states.deferred_share if self.levers.update_in_backward else 1.0
         return PassSeconds(forward_s=in_forward * pieces_s, backward_s=(1 - in_forward) * pieces_s)
 
     @property
     def _pieces(self) -> float:
         """Pieces of the layers' states on this rank; every matrix has at least one."""
-        spec, params = self.ctx.workload.spec, self.params
+        params, linears = self.params, layer_linears(self.ctx.workload.spec)
         owned_share = params.owned / params.all
-        linears = layer_linears(spec)
         layer_pieces = sum(
             linear.count * max(1.0, linear.weights / linear.count * owned_share / PIECE_ELEMENTS) for linear in linears
         )
-        layer_weights = owned_share * linears.weights
-        layers = (params.owned - params.owned_ends) / max(1.0, layer_weights)
+        layers = (params.owned - params.owned_ends) / max(1.0, owned_share * linears.weights)
         return layers * layer_pieces
 
     @property
     def _one_way_bytes_s(self) -> float:
         return self.ctx.machine.host_copy_bytes_s
 
-    def _weights(self, levers: Levers) -> PassSeconds:
-        """Seconds to fetch the layers' weights, or their masters, for forward, and again for backward."""
-        if not offloads_weights(levers):
-            return PassSeconds()
-        workload = self.ctx.workload
-        each_bytes = FLOAT32_BYTES if workload.has_masters else workload.weight_bytes
-        layers = min(self._offloaded(levers), self.params.owned - self.params.owned_ends)
-        copied_s = layers * each_bytes / self._one_way_bytes_s
-        beside_states_s = copied_s / self.ctx.efficiency.link_both_ways  # which leave while weights come
-        return PassSeconds(copied_s, beside_states_s if levers.update_in_backward else copied_s)
+    @property
+    def _casts_masters(self) -> bool:
+        """Whether what arrives of the layers' weights are masters, from which they are cast."""
+        return offloads_weights(self.levers) and self.ctx.workload.has_masters
 
-    def _states(self, levers: Levers) -> StateTraffic:
+    @property
+    def _weights(self) -> PassSeconds:
+        """Seconds to fetch the layers' weights, or their masters, for forward, and again for backward."""
+        if not offloads_weights(self.levers):
+            return PassSeconds()
+        layers = min(self._offloaded, self.params.owned - self.params.owned_ends)
+        copied_s = layers * self.ctx.workload.updated_bytes / self._one_way_bytes_s
+        beside_states_s = copied_s / self.ctx.efficiency.link_both_ways  # which leave while weights come
+        return PassSeconds(copied_s, beside_states_s if self.levers.update_in_backward else copied_s)
+
+    @cached_property
+    def states(self) -> StateTraffic:
         """Link seconds of offloaded states by when they are copied: the embedding's after backward, deferred ones in
-        the next forward pass, all others in backward."""
-        offloaded = self._offloaded(levers)
-        kept = self.params.owned - offloaded  # the vocabulary's matrices are kept first
-        embedding = max(0.0, self.params.owned_embedding - kept)
-        each_s = self._states_s(levers, offloaded) / max(1.0, offloaded)
-        ahead_s = STATE_SLOTS / 2 * PIECE_ELEMENTS * each_s  # the other half of the ring is on its way out
-        if not levers.update_in_backward:
-            forward_s, last_s = max(0.0, offloaded - embedding) * each_s, min(offloaded, embedding) * each_s
-            return StateTraffic(forward_s=forward_s, after_s=last_s, ahead_s=ahead_s)
-        waiting_bytes = max(0, levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
-        updated_bytes = FLOAT32_BYTES if self.ctx.workload.updates_wide else self.ctx.workload.weight_bytes
-        last = min(offloaded, embedding)
-        deferred = min(offloaded - last, waiting_bytes / updated_bytes)  # levers/offload.py chooses them by these bytes
-        in_layers = max(1.0, self.params.owned - self.params.owned_ends)
-        head = min(offloaded - deferred - last, max(0.0, self.params.owned_ends - self.params.owned_embedding))
-        is_large = head * self.ctx.workload.weight_bytes > IN_FLIGHT_BYTES
+        the next forward pass, all others in backward; without updates inside backward all but the embedding's are
+        deferred."""
+        workload, params, offloaded = self.ctx.workload, self.params, self._offloaded
+        kept = params.owned - offloaded  # the vocabulary's matrices are kept first
+        last = min(offloaded, max(0.0, params.owned_embedding - kept))
+        deferred = others = offloaded - last
+        if self.levers.update_in_backward:  # levers/offload.py chooses them by these bytes
+            waiting_bytes = max(0, self.levers.offload_gradient_bytes - IN_FLIGHT_BYTES)
+            deferred = min(others, waiting_bytes / workload.updated_bytes)
+        head = min(others - deferred, max(0.0, params.owned_ends - params.owned_embedding))
+        each_s = self._offloaded_s / max(1.0, offloaded)
         return StateTraffic(
             forward_s=deferred * each_s,
-            backward_s=(offloaded - deferred - last) * each_s,
+            backward_s=(others - deferred) * each_s,
             after_s=last * each_s,
-            ahead_s=ahead_s,
-            deferred_share=min(1.0, deferred / in_layers),
-            head_s=head * each_s if is_large else 0.0,
+            ahead_s=STATE_SLOTS / 2 * PIECE_ELEMENTS * each_s,  # the other half of the ring is on its way out
+            deferred_share=min(1.0, deferred / max(1.0, params.owned - params.owned_ends)),
+            head_s=head * each_s if head * workload.weight_bytes > IN_FLIGHT_BYTES else 0.0,
         )
 
-    def _states_s(self, levers: Levers, offloaded: float) -> float:
+    @property
+    def _offloaded_s(self) -> float:
         """Seconds of a step's states: copies both ways or, where the host updates them, its AdamW or its copies of
         gradients and weights, whichever takes longer."""
-        both_ways_bytes_s = self._one_way_bytes_s * self.ctx.efficiency.link_both_ways
-        on_gpu_s = offloaded * passing_bytes(self.ctx.workload, levers) / both_ways_bytes_s
-        if not self._host_can_update(levers):
+        ctx, levers, offloaded = self.ctx, self.levers, self._offloaded
+        both_ways_bytes_s = self._one_way_bytes_s * ctx.efficiency.link_both_ways
+        on_gpu_s = offloaded * passing_bytes(ctx.workload, levers) / both_ways_bytes_s
+        if not self._host_can_update:
             return on_gpu_s
-        ranks_on_host = min(self.ctx.machine.per_node, self.layout.ranks)
-        host_adam_s = offloaded * ranks_on_host / self.ctx.efficiency.host_adam_params_s
+        ranks_on_host = min(ctx.machine.per_node, self.layout.ranks)
+        host_adam_s = offloaded * ranks_on_host / ctx.efficiency.host_adam_params_s
         on_host_s = max(offloaded * FLOAT32_BYTES / self._one_way_bytes_s, host_adam_s)
         return on_host_s if levers.offload_update == "host" else min(on_gpu_s, on_host_s)
 
-    def _host_can_update(self, levers: Levers) -> bool:
-        wide = self.ctx.workload.has_masters and state_format(levers, wide=True) == "fp32"
-        return levers.offload_update != "gpu" and wide
+    @property
+    def _host_can_update(self) -> bool:
+        wide = self.ctx.workload.has_masters and state_format(self.levers, wide=True) == "fp32"
+        return self.levers.offload_update != "gpu" and wide
 
-    def _offloaded(self, levers: Levers) -> float:
+    @cached_property
+    def _offloaded(self) -> float:
         """This rank's weights whose states are on the host."""
-        owned, workload = self.params.owned, self.ctx.workload
+        owned, workload, levers = self.params.owned, self.ctx.workload, self.levers
         if not levers.offload_keep_bytes:
             return owned
         return owned - kept_weights(workload, self.layout, levers, int(owned), offloaded_bytes(workload, levers))

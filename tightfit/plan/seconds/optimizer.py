@@ -36,8 +36,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
     gradient = _gradient_bytes(workload, layout)
     if offloads_states(levers):
         return gradient
-    weight = workload.weight_bytes
-    updated = FLOAT32_BYTES if workload.has_masters else weight
+    weight, updated = workload.weight_bytes, workload.updated_bytes
     has_copy = workload.has_masters and not layout.zero
     moments = 2 * moment_bytes(levers, wide=wide)
     if is_torch_adamw(levers, wide=wide):
@@ -51,7 +50,7 @@ def moved_bytes(workload: Workload, layout: Layout, levers: Levers) -> float:
 
 def _gradient_bytes(workload: Workload, layout: Layout) -> int:
     """Bytes of a gradient that the update reads: float32 with masters under FSDP2."""
-    return FLOAT32_BYTES if workload.has_masters and layout.zero else workload.weight_bytes
+    return workload.updated_bytes if layout.zero else workload.weight_bytes
 
 
 def _between_operations_bytes(gradient: int, updated: int) -> int:

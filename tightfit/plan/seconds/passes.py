@@ -20,6 +20,10 @@ class PassSeconds(NamedTuple):
         """Forward and backward together."""
         return self.forward_s + self.backward_s
 
+    def plus(self, other: "PassSeconds", times: float = 1) -> "PassSeconds":
+        """The sum of these and `times` the others, pass by pass."""
+        return PassSeconds(self.forward_s + times * other.forward_s, self.backward_s + times * other.backward_s)
+
 
 def with_contention_s(traffic_s: float, exposed_s: float) -> float:
     """Cost of `traffic_s` of which `exposed_s` are not hidden: these, and the slowdown of compute during the others."""

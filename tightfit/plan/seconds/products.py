@@ -148,15 +148,15 @@ def layer_products(ctx: CostContext, *, tokens: float, tensor: int) -> Products:
     )
 
 
-def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int, weight_bytes: int) -> float:
-    """Share of multiprocessors that work on the gradient of the hidden states in the fused loss.
+def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int) -> float:
+    """Share of multiprocessors that work on the gradient of the hidden states in the fused loss, in 16 bits.
 
     A chunk's product has a small result, [chunk, hidden], and a long sum, over the vocabulary: there are fewer tiles
     than multiprocessors. Where there are very few, cuBLAS uses split-K, hence LEAST_FILLED.
     """
-    columns = -(-spec.vocab_size // tensor)
-    room_bytes = LOSS_CHUNK_BYTES + columns * spec.hidden_size * weight_bytes
-    rows = chunk_rows(int(tokens), room_bytes // (padded(columns) * weight_bytes))
+    columns, number_bytes = -(-spec.vocab_size // tensor), 2
+    room_bytes = LOSS_CHUNK_BYTES + columns * spec.hidden_size * number_bytes
+    rows = chunk_rows(int(tokens), room_bytes // (padded(columns) * number_bytes))
     tiles = math.ceil(rows / TILE[0]) * math.ceil(spec.hidden_size / TILE[1])
     return min(1.0, max(LEAST_FILLED, tiles / MULTIPROCESSORS))
 

@@ -18,4 +18,4 @@ def teacher_s(ctx: CostContext, layout: Layout) -> float:
     layer = LayerTime(replace(ctx, workload=own, rates=card_rates(own, ctx.machine, ctx.efficiency)), layout)
     copy_bytes_s = ctx.machine.accelerator.host.copy_bytes_s
     copied_s = teacher.weight_bytes / copy_bytes_s if teacher.place == "host" else 0.0
-    return teacher.spec.layers * layer.forward_s + layer.head_forward_s + copied_s
+    return teacher.spec.layers * layer.passes.forward_s + layer.head_forward_s + copied_s

@@ -26,7 +26,7 @@ from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_operations import runs_joint
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
-from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates, prompt_seconds
+from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
 from tightfit.plan.serving.step import Step, layer_params
 
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
@@ -39,8 +39,6 @@ CODED = {
     "w8a8": Scheme(kind="fp8", bits=8, group=0, activations="fp8"),
 }
 """Formats of `tightfit compress` for a dense model's layers; embedding and head stay in 16 bits."""
-
-CPU_ELEMENT_BYTES = FLOAT32_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Serving:
             overheads=ON_CPU,
             stored_bytes=None if stored_bytes is None or not by_codes else stored_bytes + self._head_widened_bytes,
             copied_bytes=2 * (copied_head + copied_layers),
-            element_bytes=CPU_ELEMENT_BYTES,
+            element_bytes=FLOAT32_BYTES,
         )
 
     @property
@@ -138,7 +136,9 @@ class Serving:
     @property
     def predicted_first_token_seconds(self) -> float:
         """Predicted seconds of our engine to the first token of a prompt of `length` tokens, with no other request."""
-        return prompt_seconds(self.spec, self.rates, replace(self, requests=1).read_bytes, self.length)
+        prompt = Step(tokens=self.length, answers=1, pairs=self.length**2 / 2, cache_bytes=0)
+        read_bytes = replace(self, requests=1).read_bytes
+        return self.rates.step_seconds(self.spec, read_bytes, prompt) + self.rates.first_token_s
 
     @property
     def rates(self) -> ServingRates:
@@ -205,7 +205,7 @@ class Serving:
     @property
     def _cache_bytes(self) -> int:
         """Keys and values of all requests: float32 on a CPU."""
-        element_bytes = CPU_ELEMENT_BYTES if self.machine.is_cpu else 2
+        element_bytes = FLOAT32_BYTES if self.machine.is_cpu else 2
         return cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
 
     @property
@@ -216,18 +216,14 @@ class Serving:
         return None if self.form in PLAIN else Scheme(bits=8 if self.form == "q8_0" else 4)
 
     @property
-    def _active_share(self) -> float:
-        """Share of the weights that a step reads: with one request only the experts of one token."""
-        return self.spec.params(active=True) / self.spec.params() if self.requests == 1 else 1.0
-
-    @property
     def read_bytes(self) -> float:
-        """Bytes of weights that a step reads: all but an untied embedding."""
+        """Bytes of weights that a step reads: all but an untied embedding; with one request one token's experts."""
         spec = self.spec
         embedding = 0 if spec.tied else spec.vocabulary_params
         is_plain = self.compressed is not None and self.compressed.plain_bytes > 0
         embedding_bytes = embedding * (2 if is_plain else self.weight_bytes / spec.params())
-        return (self.weight_bytes - embedding_bytes) * self._active_share
+        active_share = spec.params(active=True) / spec.params() if self.requests == 1 else 1.0
+        return (self.weight_bytes - embedding_bytes) * active_share
 
     @property
     def most_requests(self) -> int:

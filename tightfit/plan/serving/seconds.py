@@ -129,9 +129,3 @@ class StepRates:
 
 
 ServingRates = StepRates | CpuStepRates
-
-
-def prompt_seconds(spec: ModelSpec, rates: ServingRates, weight_bytes: float, tokens: int) -> float:
-    """Predicted seconds from a prompt of `tokens` to its first token, with no other request."""
-    step = Step(tokens=tokens, answers=1, pairs=tokens**2 / 2, cache_bytes=0)
-    return rates.step_seconds(spec, weight_bytes, step) + rates.first_token_s
