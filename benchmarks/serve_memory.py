@@ -91,7 +91,9 @@ def largest_steps(bench: Bench) -> dict[str, list[Request]]:
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, object]:
     """One model: a start and its largest steps, as a row."""
     name, bits, fp8 = CASES.get(case, (case, None, False))
-    options = argparse.Namespace(device=arguments.device, tiny=name == "tiny", fp8=fp8, bits=bits, no_overlap=False)
+    options = argparse.Namespace(
+        device=arguments.device, tiny=name == "tiny", fp8=fp8, bits=bits, head=None, no_overlap=False
+    )
     device = torch.device(arguments.device)
     release()
     torch.zeros(1, device=device)  # the context

@@ -69,18 +69,25 @@ def quantize_fp8(model: Decoder, *, rounds_inputs: bool) -> None:
             replace_module(model, f"layers.{name}.weight", QuantizedLinear(coded))
 
 
-def quantize(model: Decoder, bits: int) -> None:
-    """Random codes in groups of 128 for every projection of the layers; embedding and head stay."""
-    scheme = Scheme(bits=bits, group=128 if model.spec.hidden_size % 128 == 0 else 16, symmetric=False)
+def quantize(model: Decoder, bits: int, head: int | None) -> None:
+    """Random codes in groups of 128 for every projection of the layers, and of `head` bits for the output's; the
+    embedding stays."""
     for name, linear in list(model.layers.named_modules()):
         if isinstance(linear, torch.nn.Linear):
-            outputs, inputs = linear.weight.shape
-            groups, device = inputs // scheme.group, linear.weight.device
-            codes = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
-            scale = (0.02 * 2.0**-bits * torch.rand(outputs, groups, device=device)).half().float()
-            zero = torch.full((outputs, groups), float(scheme.middle), device=device)
-            coded = CodedWeight(scheme=scheme, codes=codes, scale=scale, zero=zero)
-            replace_module(model, f"layers.{name}.weight", QuantizedLinear(coded))
+            replace_module(model, f"layers.{name}.weight", random_codes(linear, bits))
+    if head is not None:
+        replace_module(model, "head.weight", random_codes(model.head, head))
+
+
+def random_codes(linear: torch.nn.Linear, bits: int) -> QuantizedLinear:
+    """A quantized layer of the shape of `linear`."""
+    (outputs, inputs), device = linear.weight.shape, linear.weight.device
+    scheme = Scheme(bits=bits, group=128 if inputs % 128 == 0 else 16, symmetric=False)
+    groups = inputs // scheme.group
+    codes = torch.randint(0, 2**bits, (outputs, inputs), device=device, dtype=torch.uint8)
+    scale = (0.02 * 2.0**-bits * torch.rand(outputs, groups, device=device)).half().float()
+    zero = torch.full((outputs, groups), float(scheme.middle), device=device)
+    return QuantizedLinear(CodedWeight(scheme=scheme, codes=codes, scale=scale, zero=zero))
 
 
 class Bench:
@@ -104,7 +111,7 @@ class Bench:
         if self.arguments.fp8:
             quantize_fp8(model, rounds_inputs=self.arguments.fp8 == BOTH)
         if self.arguments.bits:
-            quantize(model, self.arguments.bits)
+            quantize(model, self.arguments.bits, self.arguments.head)
         return model
 
     @property
@@ -112,7 +119,9 @@ class Bench:
         """What the layers' weights are."""
         if self.arguments.fp8:
             return "w8a8" if self.arguments.fp8 == BOTH else "fp8"
-        return f"int{self.arguments.bits}" if self.arguments.bits else str(self.dtype).removeprefix("torch.")
+        if not self.arguments.bits:
+            return str(self.dtype).removeprefix("torch.")
+        return f"int{self.arguments.bits}" + (f"+head{self.arguments.head}" if self.arguments.head else "")
 
     def wait(self) -> None:
         """Until the device is idle."""
@@ -246,6 +255,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that the script runs")
     parser.add_argument("--bits", type=int, help="integer weights of so many bits in groups")
+    parser.add_argument("--head", type=int, help="with --bits: integers of so many bits in the output projection too")
     parser.add_argument(
         "--fp8", nargs="?", const="weights", choices=("weights", BOTH), help="8-bit floats, a scale a row"
     )
