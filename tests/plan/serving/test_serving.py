@@ -11,7 +11,7 @@ from benchmarks.rows import RESULTS
 from tightfit.errors import UserError
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
-from tightfit.models.quantized.held_weights import HeldWeights
+from tightfit.models.quantized.held_weights import CodedHead, HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving.plan import Serving, make_serving
 from tightfit.plan.serving.seconds import (
@@ -78,6 +78,27 @@ def test_rounded_inputs_may_be_multiplied_faster() -> None:
     for scheme, times in ((Scheme(kind="fp8", bits=8, group=0, activations="fp8"), 2), (Scheme(bits=4), 1)):
         packed = replace(plain, compressed=HeldWeights(10**9, 0, 0, "packed", scheme))
         assert plain.first_token_seconds / packed.first_token_seconds == pytest.approx(times, rel=0.01)
+
+
+def test_a_coded_projection_is_read_as_codes() -> None:
+    """Every token reads as many bytes less as it has, and a prompt too, for which layers alone are expanded."""
+    spec, layers, coded = preset("llama-3.1-8b"), 3_600_000_000, Scheme(bits=8, group=0)
+    numbers, scheme = spec.vocabulary_params, Scheme(bits=4, group=128)
+    head = CodedHead(coded, coded.held_bytes(spec.vocab_size, spec.hidden_size))
+    wide = HeldWeights(layers, 2 * (2 * numbers), 0, "int4", scheme)
+    narrow = replace(wide, coded_bytes=layers + head.bytes, plain_bytes=2 * numbers, head=head)
+    asked = serving("llama-3.1-8b", "H200", "bf16")
+    before, after = (replace(asked, compressed=each) for each in (wide, narrow))
+    saved = 2 * numbers - head.bytes
+    assert head.bytes == numbers + 4 * spec.vocab_size
+    assert before.read_bytes - after.read_bytes == saved
+    rate = before.rates.bytes_per_second
+    assert before.token_seconds - after.token_seconds == pytest.approx(saved / rate)
+    assert 1 / before.predicted_tokens_per_second > 1 / after.predicted_tokens_per_second + saved / rate / 2
+    assert before.predicted_first_token_seconds > after.predicted_first_token_seconds
+    for requests, expanded in ((128, []), (129, [2 * numbers])):  # as many rows of logits as a step may have
+        lines = replace(after, requests=requests).ledger.lines
+        assert [line.bytes for line in lines if line.detail == "an expanded matrix"] == expanded
 
 
 def test_room_for_so_many_requests_and_no_more() -> None:

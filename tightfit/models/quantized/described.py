@@ -116,7 +116,7 @@ def _matches(pattern: str, module: str) -> bool:
     try:
         return begins_with(pattern, module)
     except PatternError as error:
-        raise UserError(f"quantization_config has the pattern {pattern:.80}, {error}") from None
+        raise UserError(f"quantization_config has the pattern re:{pattern:.80}, {error}") from None
 
 
 def _config_group(group: Config) -> Scheme:
