@@ -1,11 +1,14 @@
 """Tables of docs/serving.md: the server on one GPU beside vLLM, and what is predicted beside what was measured."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.reports.compression import Row, Table, commits_apart, read_rows
 from tightfit.hardware.machine import parse_machine
 from tightfit.models.presets import preset
+from tightfit.models.quantized.held_weights import PLAIN_BYTES, CodedHead
+from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving.plan import Serving, make_serving
 from tightfit.plan.serving.step import Step
 
@@ -48,8 +51,16 @@ REQUESTS = {
 }
 UNITS_OF_TIME = ("ms", "s")
 PRESETS = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
-PREDICTED = (("1b", DTYPE), ("8b", DTYPE), ("8b", "fp8"), ("8b", "w8a8"), ("8b", "int4"))
-"""Models and weights that the GPU's predictions are laid beside."""
+PREDICTED = (
+    ("1b", DTYPE),
+    ("8b", DTYPE),
+    ("8b", "fp8"),
+    ("8b", "w8a8"),
+    ("8b", "int4"),
+    ("8b", "int4+head8"),
+    ("8b", "int4+head4"),
+)
+"""Models and weights that the GPU's predictions are laid beside; `head` has the bits of a coded output projection."""
 
 
 def newest_speeds(results: Path) -> dict[tuple[str, str, str], Row]:
@@ -301,8 +312,16 @@ def predicted_on_gpu(model: str, weights: str) -> dict[str, float]:
 
 
 def _serving(model: str, weights: str, length: int = 1, requests: int = 1) -> Serving:
-    name, form = PRESETS[model], "bf16" if weights == DTYPE else weights
-    return make_serving(name, preset(name), parse_machine("H200"), form, length, requests)
+    name, (form, _, head_bits) = PRESETS[model], ("bf16" if weights == DTYPE else weights).partition("+head")
+    made = make_serving(name, preset(name), parse_machine("H200"), form, length, requests)
+    if not head_bits or made.compressed is None:
+        return made
+    spec, scheme = made.spec, Scheme(bits=int(head_bits), group=128, symmetric=False)
+    head = CodedHead(scheme, scheme.held_bytes(spec.vocab_size, spec.hidden_size))
+    small = made.compressed
+    plain_bytes = small.plain_bytes - PLAIN_BYTES * spec.vocabulary_params
+    coded = replace(small, coded_bytes=small.coded_bytes + head.bytes, plain_bytes=plain_bytes, head=head)
+    return replace(made, compressed=coded)
 
 
 def _told(predicted: float, measured: float | None, commit: str | None) -> str:
