@@ -99,5 +99,6 @@ def test_the_page_on_compressing_says_how_fast_an_8b_model_answers() -> None:
     page = " ".join((ROOT / "docs" / "compressing.md").read_text(encoding="utf-8").split())
     assert f"one stream at {speed['int4']} tokens/s in 4 bits and at {speed['fp8']} in 8-bit floats" in page
     assert f"(`benchmarks/results/serve_speed.csv`; bf16 {speed['bfloat16']})" in page
+    assert f"in 8 bits too at {speed['int4+head8']}, in 4 bits at {speed['int4+head4']} (" in page
     serving = " ".join((ROOT / "docs" / "serving.md").read_text(encoding="utf-8").split())
     assert f"one stream of 8B then runs at {speed['fp8']} and {speed['int4']} tokens/s" in serving
