@@ -1,5 +1,5 @@
-"""A coded output projection: its codes against rounding by hand, its bytes, what is written for others, what is
-refused."""
+"""A coded output projection: its codes against rounding by hand and GPTQ of the whole model, its bytes, what is written
+for others, what is refused."""
 
 import json
 from dataclasses import replace
@@ -17,11 +17,14 @@ from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said, counted_bytes
 from tests.compress.test_compression import TOKENS, logits, run
 from tests.covering import sampled
+from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.cost import predict
 from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.layer_compression import compress_layer
+from tightfit.compress.matrices import HEAD
 from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
+from tightfit.compress.rounding.gptq import gptq
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_into, load_model
@@ -74,9 +77,9 @@ def by_hand(weight: Tensor, bits: int) -> Tensor:
 def test_codes_are_the_nearest(
     is_tied: bool, bits: int, tiny: Path, apart: Path, text: Path, token_cache: Path, tmp_path: Path
 ) -> None:
-    """Beside layers coded by another method; logits and losses are those of a plain projection with these numbers."""
+    """Beside layers coded too; logits and losses are those of a plain projection with these numbers."""
     source = tiny if is_tied else apart
-    report = run(source, tmp_path / "small", recipe_of("gptq", head=bits, **LAYERS), text, token_cache)
+    report = run(source, tmp_path / "small", recipe_of("rtn", head=bits, **LAYERS), text, token_cache)
     assert report.recipe.endswith(f"then rtn int{bits} {'per channel' if bits == 8 else 'g32 asym'} for head")
     model, original = load_model(str(tmp_path / "small")).model, load_model(str(source)).model
     found = coded_head(tmp_path / "small").dequantize(torch.float32)
@@ -91,6 +94,36 @@ def test_codes_are_the_nearest(
     dense = Decoder(model.spec)
     load_into(dense, str(tmp_path / "small"))
     torch.testing.assert_close(dense.head.weight, found, rtol=0, atol=0)
+
+
+def test_gptq_codes_it_for_what_it_reads(apart: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """The projection of a model whose layers stay plain: its codes are GPTQ's for the final norm's outputs, which the
+    whole model gives, and its outputs change by far less than with the nearest codes."""
+    step, rounded = (Step(method=method, bits=4, group=32, layers=(HEAD,)) for method in ("gptq", "rtn"))
+    job = CompressionJob(
+        model=str(apart), out=tmp_path / "gptq", recipe=Recipe((step,)), data=(str(text),), samples=8, length=64
+    )
+    job = replace(job, cache=token_cache)
+    compress(job, lambda cost: None, lambda *done: None)
+    run_without_text(apart, tmp_path / "rtn", Recipe((rounded,)))
+    model = load_model(str(apart)).model
+    calibration = job.read_calibration(model.spec)
+    assert calibration is not None
+    read: list[Tensor] = []
+    model.norm.register_forward_hook(lambda module, given, made: read.append(made.flatten(0, 1).double()))
+    with torch.no_grad():
+        model(torch.as_tensor(calibration.tokens))
+    x = torch.cat(read)
+    scheme = step.scheme()
+    assert scheme is not None
+    wanted = gptq(model.head.weight.detach(), (x.T @ x / len(x)).float(), scheme).dequantize()
+    found = coded_head(tmp_path / "gptq").dequantize(torch.float32)
+    assert float((found - wanted).abs().gt(1e-3).float().mean()) < 0.02  # a code moves where two are as near
+    errors = [
+        float((x @ (codes.double() - model.head.weight.double()).T).square().mean())
+        for codes in (found, coded_head(tmp_path / "rtn").dequantize(torch.float32))
+    ]
+    assert errors[0] < errors[1] / 2, errors
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -182,7 +215,8 @@ def test_formats_that_do_not(options: dict[str, Any], form: str, said: str, apar
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("- {method: gptq, layers: ['*', head]}", r"layers names head, but the method is gptq; .* method rtn and"),
+        ("- {method: awq, layers: ['*', head]}", r"layers names head, but the method is awq; .* by rtn or gptq: give"),
+        ("- {method: gptq, act_order: groups, layers: head}", "act_order is groups, but head is read in plain groups"),
         ("- {method: nf4, layers: head}", "layers names head, but the method is nf4"),
         ("- {method: wanda, layers: head}", "layers names head, but the method is wanda"),
         ("- {method: rtn, bits: 6, layers: head}", "head is to be int6 g128 asym; .* integers of 2, 4, 8 bits"),

@@ -189,26 +189,34 @@ def test_a_whole_model(
     assert 0.9 * alive_bytes < cost.memory_bytes < 1.3 * alive_bytes, cost.memory_bytes / alive_bytes
 
 
-@pytest.mark.parametrize(("vocab_size", "bits", "is_tied"), [(3000, 4, False), (24_000, 8, False), (24_000, 4, True)])
+@pytest.mark.parametrize(
+    ("method", "bits", "shape"),
+    [
+        ("rtn", 4, replace(LONG, vocab_size=3000, tied=False)),
+        ("rtn", 8, replace(LONG, vocab_size=24_000, tied=False)),
+        ("rtn", 4, replace(LONG, vocab_size=24_000)),
+        ("gptq", 4, replace(SQUARE, vocab_size=3000, tied=False)),
+        pytest.param("gptq", 8, replace(SQUARE, vocab_size=6000), marks=pytest.mark.thorough),
+    ],
+)
 def test_a_coded_projection(
-    vocab_size: int,
+    method: str,
     bits: int,
-    is_tied: bool,
+    shape: ModelSpec,
     tokenizer: Tokenizer,
     text: Path,
     token_cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While its rows are rounded, all at once where they are few, or while the loss is measured with it."""
-    spec = replace(LONG, vocab_size=vocab_size, tied=is_tied)
+    """While its rows are coded, all at once where they are few, or while the loss is measured with it."""
     (tmp_path / "model").mkdir()
-    write_model(tmp_path / "model", random_model(spec), tokenizer)
+    write_model(tmp_path / "model", random_model(shape), tokenizer)
     said: list[CompressionCost] = []
     job = CompressionJob(
         model=str(tmp_path / "model"),
         out=tmp_path / "small",
-        recipe=recipe_of("gptq", bits=4, group=64, head=bits),
+        recipe=recipe_of(method, bits=4, group=64, head=bits),
         data=(str(text),),
         samples=1,
         length=32,

@@ -11,7 +11,7 @@ from tests.jobs.test_load import alias_bomb
 from tightfit.compress.cost import schemes
 from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.matrices import matrices
-from tightfit.compress.recipe import METHODS, USED, Recipe, Step, read_recipe, recipe_of
+from tightfit.compress.recipe import CALIBRATED, METHODS, USED, Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.rounding.rotation import rotated_spec
 from tightfit.errors import UserError
 
@@ -153,3 +153,12 @@ def test_a_head_of_the_layers_width_is_coded_like_them() -> None:
         assert scheme is not None
         assert scheme.describe() == wanted
     assert recipe_of("fp8", head=8).describe() == "fp8, then rtn int8 per channel for head"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_beside_layers_whose_method_reads_text_is_coded_by_gptq(method: str) -> None:
+    recipe = recipe_of(f"{method}+rtn" if method in ("rotate", "keep") else method, head=8)
+    step = recipe.coding("head")
+    assert step is not None
+    assert (step.method == "gptq") == any(each.method in CALIBRATED for each in recipe.steps[:-1])
+    assert recipe.coding("layers.0.mlp.down") is not step

@@ -47,7 +47,7 @@ class CompressOptions:
     ] = None
     head: Annotated[
         int | None,
-        typer.Option(help="Bits of the output projection: 2, 4 or 8, rounded to nearest; it stays plain."),
+        typer.Option(help="Bits of the output projection: 2, 4 or 8; without, it stays plain."),
     ] = None
     sparsity: Annotated[float | None, typer.Option(help="Share of weights that pruning makes zero; 0.5.")] = None
     pattern: Annotated[str | None, typer.Option(help="As 2:4, by which of every 4 neighbouring inputs 2 stay.")] = None

@@ -23,7 +23,7 @@ from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.format_choice import choose_format
 from tightfit.compress.head_compression import code_head, with_codes
 from tightfit.compress.job import ShrinkingJob
-from tightfit.compress.layer_compression import LayerResult, compress_layer
+from tightfit.compress.layer_compression import Coded, LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.loss_probe import LossProbe
 from tightfit.compress.matrices import HEAD, codable
@@ -99,6 +99,8 @@ class _Compression:
         names = shapes_of(self.spec)
         self.layer_names = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(self.spec.layers)]
         self.directory = WorkingDirectory(job.out, self._identity(), self.spec.layers + LAYER_SHARDS)
+        self.resumed = 0
+        """Layers that an earlier run had compressed."""
 
     def _written_spec(self) -> ModelSpec:
         """The shape of the result; where the recipe rotates, `self.parts` rotates what it reads from now on."""
@@ -161,42 +163,55 @@ class _Compression:
             return self._run(progress)
 
     def _run(self, progress: Progress) -> CompressionReport:
-        stream = self._write_ends()
-        original = stream if self.job.recipe.learns else []
+        stream = self._write_embedding()
         probe = LossProbe(stream)
+        reports, stream = self._write_layers(stream, probe, progress)
+        self._write_head(stream)
+        kl = self._kl(probe, stream) if stream else None
+        return self._finish(reports, kl)
+
+    def _write_embedding(self) -> list[Tensor]:
+        """Write the embedding; the calibration rows embedded."""
+        model = self.parts.embedding()
+        if not self.directory.is_done(EMBEDDING_SHARD):
+            self._write(EMBEDDING_SHARD, end_state(model, EMBEDDING_SHARD, self.written_spec), {})
+        return [] if self.calibration is None else self.calibration.embedded(model)
+
+    def _write_layers(
+        self, stream: list[Tensor], probe: LossProbe, progress: Progress
+    ) -> tuple[list[LayerReport], list[Tensor]]:
+        """Write every layer that is not written yet; their reports, and the calibration rows after the last."""
+        original = stream if self.job.recipe.learns else []
         reports: list[LayerReport] = []
-        resumed = 0
         for index in range(self.spec.layers):
             number = index + LAYER_SHARDS
             if self.directory.is_done(number):
                 original = self._through_original(index, original, probe)
                 stream = self._through_finished(index, stream)
                 reports.append(LayerReport(index, **self.directory.notes(number)))
-                resumed += 1
+                self.resumed += 1
             else:
                 result = self._compress(index, stream, original, probe)
                 stream, original = result.outputs, result.original
                 reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
             progress(index + 1, self.spec.layers, reports[-1])
-        kl = self._kl(probe, stream) if stream else None
-        return self._finish(reports, resumed, kl)
+        return reports, stream
 
-    def _write_ends(self) -> list[Tensor]:
-        """Write embedding, final norm and output projection, which may be coded; the calibration rows embedded."""
-        model = self.parts.embedding()
-        self._write_end(EMBEDDING_SHARD, end_state(model, EMBEDDING_SHARD, self.written_spec))
-        stream = [] if self.calibration is None else self.calibration.embedded(model)
-        del model
-        self._write_end(HEAD_SHARD, end_state(self.parts.head(), HEAD_SHARD, self.written_spec))
-        return stream
-
-    def _write_end(self, number: int, state: dict[str, Tensor]) -> None:
-        if self.directory.is_done(number):
+    def _write_head(self, stream: list[Tensor]) -> None:
+        """Write final norm and output projection, coded where the recipe says so."""
+        if self.directory.is_done(HEAD_SHARD):
             return
-        step, coded = self.job.recipe.coding(HEAD), {}
-        if number == HEAD_SHARD and step is not None:
-            coded = {f"{HEAD}.weight": code_head(state.pop(f"{HEAD}.weight"), step)}
-        self.directory.write(number, tensors_to_write(self.written_spec, state, coded, self.form, PLAIN_DTYPE))
+        model, step = self.parts.head(), self.job.recipe.coding(HEAD)
+        state = end_state(model, HEAD_SHARD, self.written_spec)
+        coded: Coded = {}
+        if step is not None:
+            coded[f"{HEAD}.weight"] = code_head(model, stream, step)
+            del state[f"{HEAD}.weight"]
+        self._write(HEAD_SHARD, state, coded)
+
+    def _write(self, number: int, plain: dict[str, Tensor], coded: Coded, notes: dict[str, Any] | None = None) -> None:
+        tensors = tensors_to_write(self.written_spec, plain, coded, self.form, PLAIN_DTYPE)
+        self.directory.write(number, tensors, notes)
 
     def _kl(self, probe: LossProbe, stream: list[Tensor]) -> float | None:
         """The loss on some calibration rows, with the output projection as it was written."""
@@ -213,9 +228,8 @@ class _Compression:
         prefix = f"layers.{index}."
         coded = {prefix + (name if name in EXPERT_STACKS else f"{name}.weight"): w for name, w in result.coded.items()}
         plain = {name: model.state_dict()[name] for name in self.layer_names[index] if name not in coded}
-        tensors = tensors_to_write(self.written_spec, plain, coded, self.form, PLAIN_DTYPE)
         notes = {"errors": result.errors, "layer_error": result.layer_error, "seconds": result.seconds}
-        self.directory.write(index + LAYER_SHARDS, tensors, notes)
+        self._write(index + LAYER_SHARDS, plain, coded, notes)
         return result
 
     def _through_original(self, index: int, original: list[Tensor], probe: LossProbe) -> list[Tensor]:
@@ -234,17 +248,17 @@ class _Compression:
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
         return through(model, index, stream)
 
-    def _finish(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:
+    def _finish(self, reports: list[LayerReport], kl: float | None) -> CompressionReport:
         folder, tokenizer = self.directory.path, self.tokenizer
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(folder)
-            report = self._report(reports, resumed, kl)
+            report = self._report(reports, kl)
             self.directory.finish(lambda folder: self.write_extras(report, folder))
         return report
 
-    def _report(self, reports: list[LayerReport], resumed: int, kl: float | None) -> CompressionReport:
+    def _report(self, reports: list[LayerReport], kl: float | None) -> CompressionReport:
         shards = [self.directory.shard(number).stat().st_size for number in range(self.directory.shards)]
         measured = replace(
             self.predicted,
@@ -262,7 +276,7 @@ class _Compression:
             layers=reports,
             predicted=self.predicted,
             measured=measured,
-            resumed_layers=resumed,
+            resumed_layers=self.resumed,
             device=self.device.type,
         )
 

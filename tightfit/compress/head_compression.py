@@ -1,30 +1,36 @@
-"""The output projection rounded to nearest, some rows at a time, and its codes as they were written.
+"""The output projection coded, some rows at a time, and its codes as they were written.
 
-Its inputs are not observed. It is the largest matrix of most models, so rows are coded in pieces: rounding takes
-several float32 copies of what it rounds.
+It is coded last, when the calibration rows have come through all coded layers. It is the largest matrix of most models,
+so rows are coded in pieces: every method takes several float32 copies of what it codes, and none needs other rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tightfit.compress.calibration.inputs import InputStatistics
 from tightfit.compress.layer_compression import code_weight
 from tightfit.compress.matrices import HEAD
 from tightfit.compress.memory import HEAD_ROWS
-from tightfit.compress.recipe import Step
+from tightfit.compress.recipe import CALIBRATED, Step
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
 from tightfit.models.quantized.formats.format import FileFormat
 
 
-def code_head(weight: Tensor, step: Step) -> CodedWeight:
-    """The codes of the output projection [V, H]."""
-    pieces = [code_weight(HEAD, piece.float(), None, step) for piece in weight.split(HEAD_ROWS)]
-    return stack_rows(pieces, HEAD)
+@torch.no_grad()
+def code_head(model: Decoder, stream: Sequence[Tensor], step: Step) -> CodedWeight:
+    """The codes of the output projection [V, H] of `model`; `stream` are outputs [B, T, H] of the last layer."""
+    weight, seen = model.head.weight, None
+    if stream and step.method in CALIBRATED:
+        seen = InputStatistics(model.spec.hidden_size, weight.device)
+        for x in stream:
+            seen.add(model.norm(x))
+    return stack_rows([code_weight(HEAD, piece.float(), seen, step) for piece in weight.split(HEAD_ROWS)], HEAD)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ With T calibration tokens, hidden size h, MLP width f, queries q and keys k wide
 | | the KV cache of that text | w · 2 T k · layers |
 | load | embedding or output projection, and its copy in 16 bits to be written | 4 V h + 2 V h |
 | | both, where they are tied: allocated apart and then tied | 2 · 4 V h |
-| | a coded output projection, rounded R ≤ 4096 rows at a time (head_compression.py) | 4 V h + 12 R h + (V − R) h |
+| | a coded output projection, R ≤ 4096 rows at a time | 4 V h + a · 4 R h + b · 4 h² + (V − R) h |
 | | the original's and the coded one's, from b-bit words and codes, to measure the loss | 2 · 4 V h + (1 + b / 8) V h |
 | | calibration rows, embedded | 4 T h |
 | forward | calibration rows: a layer's inputs, its wanted and its new outputs | 3 · 4 T h |
@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.compress.linear_sets import linear_sets
 from tightfit.compress.matrices import HEAD, matrices, matrices_of_layer
-from tightfit.compress.recipe import Recipe, Step
+from tightfit.compress.recipe import CALIBRATED, Recipe, Step
 from tightfit.memory.ledger import Ledger, Line
 from tightfit.models.spec import ModelSpec
 
@@ -45,7 +45,7 @@ CHUNK_SHARE = 16
 """Hidden size over the tokens whose logits are in memory at a time: these take less than the head's 16-bit copy did."""
 
 HEAD_ROWS = 4096
-"""Rows of the output projection that are rounded at a time."""
+"""Rows of the output projection that are coded at a time (head_compression.py)."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,23 @@ def _ends(spec: ModelSpec, recipe: Recipe, *, has_rows: bool) -> Line:
     matrix, step = spec.vocabulary_params, recipe.coding(HEAD)
     scheme = None if step is None else step.scheme()
     found = [(2 * FLOAT * matrix, "2 · 4 V h") if spec.tied else ((FLOAT + 2) * matrix, "4 V h + 2 V h")]
-    if scheme is not None:
+    if step is not None and scheme is not None:
         at_once = min(spec.vocab_size, HEAD_ROWS) * spec.hidden_size
         scales = spec.vocab_size * FLOAT * scheme.groups(spec.hidden_size) * (1 if scheme.symmetric else 2)
-        rounding = (FLOAT + 1) * matrix + (3 * FLOAT - 1) * at_once + scales
-        found.append((rounding, "4 V h + 12 R h + (V − R) h and scales"))
+        coded = (FLOAT + 1) * matrix - at_once + scales + _piece_bytes(step, at_once, spec.hidden_size)
+        found.append((coded, "4 V h + a · 4 R h + b · 4 h² + (V − R) h and scales"))
         found.append(((FLOAT + 2) * matrix + 2 * scales, "4 V h + 2 V h and scales"))
         if has_rows:
             found.append(((2 * FLOAT + 1) * matrix + scheme.bits * matrix // 8, "2 · 4 V h + (1 + b / 8) V h"))
     largest, why = max(found)
     return Line(component="weights", phase="load", bytes=largest, why=why)
+
+
+def _piece_bytes(step: Step, weights: int, inputs: int) -> int:
+    """The peak while some rows of the output projection, of so many `weights`, are coded, beside themselves."""
+    if step.method not in CALIBRATED:
+        return 3 * FLOAT * weights  # w / S, + Z, rounded
+    return max(int(peak.copies * FLOAT * weights) + peak.squares * FLOAT * inputs**2 for peak in PEAKS[step.method])
 
 
 def _writing(spec: ModelSpec, tokens: int, number_bytes: int) -> list[Line]:

@@ -134,11 +134,13 @@ class Step:
 
     def _check_head(self) -> None:
         """Refuse codes of the output projection that no kernel of one token reads packed."""
-        if self.method != "rtn":
+        if self.method not in ("rtn", "gptq"):
             raise UserError(
-                f"layers names {HEAD}, but the method is {self.method}; the output projection is rounded to nearest: "
-                f"give it a step of its own with method rtn and layers {HEAD}"
+                f"layers names {HEAD}, but the method is {self.method}; the output projection is coded by rtn or gptq: "
+                f"give it a step of its own with one of these and layers {HEAD}"
             )
+        if self.act_order == "groups":
+            raise UserError(f"act_order is groups, but {HEAD} is read in plain groups; leave it out for {HEAD}")
         scheme = self.scheme()
         assert scheme is not None
         if scheme.kind != "int" or scheme.activations is not None or scheme.bits not in PACKED_BITS or scheme.group < 0:
@@ -295,15 +297,18 @@ def recipe_of(method: str, **options: Any) -> Recipe:
         for i, name in enumerate(names)
     ]
     if head is not None:
-        steps.append(_head_step(head, steps[-1].scheme(), given))
+        steps.append(_head_step(head, steps[-1], given))
     return _checked(steps, "--method")
 
 
-def _head_step(bits: int, layers: Scheme | None, given: dict[str, Any]) -> Step:
-    """The step of `--head`: in as many bits as the layers, with their group and symmetry too."""
-    is_alike = layers is not None and (layers.kind, layers.bits) == ("int", bits)
+def _head_step(bits: int, layers: Step, given: dict[str, Any]) -> Step:
+    """The step of `--head`, by GPTQ where the layers' method reads text; in as many bits as the layers, with their
+    group and symmetry too."""
+    scheme = layers.scheme()
+    is_alike = scheme is not None and (scheme.kind, scheme.bits) == ("int", bits)
     shared = {name: given[name] for name in ("group", "symmetric") if is_alike and name in given}
-    return _step({"method": "rtn", "bits": bits, "layers": HEAD, **shared}, "--head")
+    method = "gptq" if layers.method in CALIBRATED else "rtn"
+    return _step({"method": method, "bits": bits, "layers": HEAD, **shared}, "--head")
 
 
 def read_recipe(path: Path) -> Recipe:
