@@ -290,15 +290,22 @@ def gptq_mix_rows(path: Path) -> Table:
     return ("for all", "bits a weight", "perplexity", "KL", "chosen by `--fit`: perplexity", "KL"), made
 
 
+def head_rows(path: Path) -> Table:
+    """What coding the output projection costs, beside layers as they were and coded."""
+    newest = {(row["layers"], row["head"]): row for row in read_rows(path)}
+    made = [(*key, f"{float(row['perplexity']):.2f}", _with_interval(row)) for key, row in newest.items()]
+    return ("layers", "output projection", "perplexity", "KL"), made
+
+
 def _with_interval(row: Row) -> str:
     return f"{float(row['measured_kl']):.4f} ± {float(row['kl_half_width']):.4f}"
 
 
-def gptq_mix_text(path: Path) -> str:
-    """What the table was measured over."""
+def measured_over(path: Path) -> str:
+    """The text of a table of recipes (recipe_bench.py)."""
     rows = read_rows(path)
     if not rows:
-        return "Mixes coded by GPTQ have not been measured yet."
+        return "Not measured yet."
     last = rows[-1]
     return (
         f"Calibrated on {last['calibration']} tokens, measured on {last['test']} others ({last['device']}); the "

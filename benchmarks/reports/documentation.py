@@ -20,7 +20,8 @@ from benchmarks.reports.compression import (
     cost_rows,
     fewer_windows_rows,
     gptq_mix_rows,
-    gptq_mix_text,
+    head_rows,
+    measured_over,
     mix_rows,
     mix_text,
     nearest_rows,
@@ -278,7 +279,13 @@ def compress_mixes() -> str:
 def compress_gptq_mixes() -> str:
     """Mixes chosen by `--fit` beside one width for all, coded by GPTQ."""
     path = RESULTS / "fit_gptq.csv"
-    return gptq_mix_text(path) + "\n\n" + markdown_table(*gptq_mix_rows(path))
+    return f"{measured_over(path)}\n\n{markdown_table(*gptq_mix_rows(path))}"
+
+
+def compress_head() -> str:
+    """What a coded output projection costs."""
+    path = RESULTS / "head_quality.csv"
+    return f"{measured_over(path)}\n\n{markdown_table(*head_rows(path))}"
 
 
 def compress_cost() -> str:
@@ -379,6 +386,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compress-static": compress_static,
     "compress-mixes": compress_mixes,
     "compress-gptq-mixes": compress_gptq_mixes,
+    "compress-head": compress_head,
     "compress-cost": compress_cost,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),

@@ -104,7 +104,9 @@ def test_gptq_codes_it_for_what_it_reads(apart: Path, text: Path, token_cache: P
         model=str(apart), out=tmp_path / "gptq", recipe=Recipe((step,)), data=(str(text),), samples=8, length=64
     )
     job = replace(job, cache=token_cache)
-    compress(job, lambda cost: None, lambda *done: None)
+    told: list[tuple[int, int]] = []
+    compress(job, lambda cost: None, lambda done, total, report: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]  # both layers, and the projection
     run_without_text(apart, tmp_path / "rtn", Recipe((rounded,)))
     model = load_model(str(apart)).model
     calibration = job.read_calibration(model.spec)

@@ -61,7 +61,8 @@ class CompressionJob(ShrinkingJob):
 
 
 Progress = Callable[[int, int, LayerReport], None]
-"""Called after every layer: layers done, layers in all, and the report of this one."""
+"""Called after every layer: layers done, layers in all, and the report of this one. A coded output projection counts as
+one more."""
 
 
 def compress(
@@ -166,7 +167,7 @@ class _Compression:
         stream = self._write_embedding()
         probe = LossProbe(stream)
         reports, stream = self._write_layers(stream, probe, progress)
-        self._write_head(stream)
+        self._write_head(stream, progress)
         kl = self._kl(probe, stream) if stream else None
         return self._finish(reports, kl)
 
@@ -194,20 +195,27 @@ class _Compression:
                 result = self._compress(index, stream, original, probe)
                 stream, original = result.outputs, result.original
                 reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
-            progress(index + 1, self.spec.layers, reports[-1])
+            progress(index + 1, self._steps, reports[-1])
         return reports, stream
 
-    def _write_head(self, stream: list[Tensor]) -> None:
+    @property
+    def _steps(self) -> int:
+        """Layers to code, and the output projection."""
+        return self.spec.layers + (HEAD in self.schemes)
+
+    def _write_head(self, stream: list[Tensor], progress: Progress) -> None:
         """Write final norm and output projection, coded where the recipe says so."""
-        if self.directory.is_done(HEAD_SHARD):
-            return
-        model, step = self.parts.head(), self.job.recipe.coding(HEAD)
-        state = end_state(model, HEAD_SHARD, self.written_spec)
-        coded: Coded = {}
+        began, step = time.monotonic(), self.job.recipe.coding(HEAD)
+        if not self.directory.is_done(HEAD_SHARD):
+            model = self.parts.head()
+            state = end_state(model, HEAD_SHARD, self.written_spec)
+            coded: Coded = {}
+            if step is not None:
+                coded[f"{HEAD}.weight"] = code_head(model, stream, step)
+                del state[f"{HEAD}.weight"]
+            self._write(HEAD_SHARD, state, coded)
         if step is not None:
-            coded[f"{HEAD}.weight"] = code_head(model, stream, step)
-            del state[f"{HEAD}.weight"]
-        self._write(HEAD_SHARD, state, coded)
+            progress(self._steps, self._steps, LayerReport(self.spec.layers, {}, None, time.monotonic() - began))
 
     def _write(self, number: int, plain: dict[str, Tensor], coded: Coded, notes: dict[str, Any] | None = None) -> None:
         tensors = tensors_to_write(self.written_spec, plain, coded, self.form, PLAIN_DTYPE)
