@@ -22,10 +22,13 @@ from tightfit.models.loading import LoadedModel
 from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.address import own_names
+from tightfit.serve.http.balancer import _summed_metrics
 from tightfit.serve.http.guards import Guards, ServerLimits
+from tightfit.serve.http.metrics import prometheus
 from tightfit.serve.requests.grammar import Constraints, Grammar
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.service import Service, TokenRate
 
 HELLO: Any = [{"role": "user", "content": "the quick brown fox"}]
 TOOL: Any = {
@@ -233,6 +236,26 @@ def test_models_health_metrics_and_the_page(server: Running, client: openai.Open
     assert "<title>tightfit</title>" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "https://" not in page
+
+
+def test_large_counters_are_written_to_the_last_digit(loaded: LoadedModel) -> None:
+    """Of one server, and summed over copies."""
+    engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
+    engine.counts.answer_tokens = 123_456_789
+    text = prometheus(Service(engine))
+    assert "tightfit_answer_tokens_total 123456789\n" in text
+    assert "tightfit_answer_tokens_total 246913578\n" in _summed_metrics([text, text])
+
+
+def test_the_rate_of_tokens_remembers_its_window_alone() -> None:
+    rate = TokenRate(window_s=0.05)
+    for tokens in (500, 700):
+        rate.add(tokens)
+    assert rate.per_second() == 1200 / 0.05
+    time.sleep(0.06)
+    rate.add(7)
+    assert len(rate._seen) == 1
+    assert rate.per_second() == 7 / 0.05
 
 
 BAD_BODIES: list[tuple[str, bytes, int]] = [
