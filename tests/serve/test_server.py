@@ -428,6 +428,29 @@ def test_a_server_of_this_machine_answers_to_its_own_names(name: str, status: in
     assert asyncio.run(asked(ServerLimits(names=own_names("0.0.0.0")))) == 200
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_answer_that_outlasts_the_server_is_no_traceback(begun: bool) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        seen.append(message)
+
+    async def cut_off() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+        task = asyncio.create_task(Guards(app, ServerLimits())(scope, None, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    asyncio.run(cut_off())
+    assert [each["status"] for each in seen if each["type"] == "http.response.start"] == [200 if begun else 503]
+
+
 def test_the_names_of_a_server_are_those_of_where_it_listens() -> None:
     assert own_names("localhost") == own_names("127.0.0.1") == {"localhost", "127.0.0.1", "[::1]"}
     assert own_names("127.0.0.2") > {"127.0.0.2"}
