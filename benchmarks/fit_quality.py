@@ -39,7 +39,7 @@ from tightfit.compress.fit.bit_choice import (
 )
 from tightfit.compress.fit.rounded_streams import RoundedStreams, embedded
 from tightfit.compress.fit.sensitivity import Sensitivities, measure_sensitivities
-from tightfit.compress.matrices import matrices
+from tightfit.models.quantized.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import source_spec

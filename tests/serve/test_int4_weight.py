@@ -154,7 +154,7 @@ def test_other_codes_are_expanded_once_where_there_is_room(monkeypatch: pytest.M
     wanted = answers(deepcopy(model))
     coded = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
     exact = {name: part.dequantize(torch.float32) for name, part in coded.items()}
-    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST", 1)
+    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST_EXPANDED", 1)
     bytes_needed = 4 * sum(weight.numel() for weight in exact.values())
     assert not expand_for_cpu(model, bytes_needed - 1)
     assert len(layers_of(model)) == len(exact)
@@ -177,7 +177,7 @@ def test_experts_are_expanded_as_a_stack(bits: int, monkeypatch: pytest.MonkeyPa
     held = replace(CONFIG, packed_products=False)
     wanted = answers(deepcopy(model), held)
     assert answers(deepcopy(model)) == wanted
-    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST", 1)
+    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST_EXPANDED", 1)
     assert answers(model) == wanted
     assert not layers_of(model)
     assert all(torch.equal(stacks.down, weight) for stacks, weight in zip(experts, exact, strict=True))

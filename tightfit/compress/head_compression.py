@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.compress.layer_compression import code_weight
-from tightfit.compress.matrices import HEAD
 from tightfit.compress.memory import HEAD_ROWS
 from tightfit.compress.recipe import Step
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
 from tightfit.models.quantized.formats.format import FileFormat
+from tightfit.models.quantized.matrices import HEAD
 
 
 def code_head(weight: Tensor, step: Step) -> CodedWeight:

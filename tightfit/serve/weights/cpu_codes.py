@@ -13,10 +13,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter, base_of
 from tightfit.models.quantized.experts import QuantizedStack
 from tightfit.models.quantized.linear import QuantizedLinear
-
-FEWEST = 2**20
-"""Elements in all such layers from which on dequantizing them once is worth it."""
-
+from tightfit.plan.serving.cpu_weights import FEWEST_EXPANDED
 
 Coded = QuantizedLinear | QuantizedStack
 
@@ -43,7 +40,7 @@ def expand_for_cpu(model: Decoder, room_bytes: int) -> bool:
         if isinstance(part, Coded) and all(map(_is_expanded, _layers(part)))
     ]
     elements = sum(each.out_features * each.in_features for _, _, part in found for each in _layers(part))
-    if elements < FEWEST or elements * dtype.itemsize > room_bytes:
+    if elements < FEWEST_EXPANDED or elements * dtype.itemsize > room_bytes:
         return False
     for parent, name, part in found:
         setattr(parent, name, _plain(part, dtype))
