@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 
 from tightfit.models.base_model import BaseModel, is_adapted, read_base
+from tightfit.models.huggingface.adapter_config import PREFIX
 from tightfit.models.quantized.held_weights import (
     PLAIN_BYTES,
     CodedModule,
@@ -23,8 +24,6 @@ from tightfit.models.quantized.held_weights import (
 from tightfit.models.quantized.matrices import matrices
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-
-PEFT_PREFIX = "base_model.model."
 
 
 def served_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
@@ -42,7 +41,7 @@ def served_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
 
 def _adapted(names: Iterable[str], spec: ModelSpec) -> frozenset[str]:
     """The decoder's matrices that an adapter's tensors of these names change."""
-    modules = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in names}
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
     known = matrices_of_modules(spec)
     return frozenset(matrix.name for module in modules for matrix in known.get(module, ()))
 
