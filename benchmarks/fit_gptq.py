@@ -18,8 +18,8 @@ from benchmarks.fit_quality import add_arguments, measure, read_rows
 from benchmarks.recipe_bench import RecipeBench
 from tightfit.compress.fit.bit_choice import BitChoice, group_of, plain_bytes, recipe_for, uniform_bytes, units
 from tightfit.compress.fit.fitting import best_mix
-from tightfit.compress.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.spec import ModelSpec
 
 TABLE = "fit_gptq"

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from benchmarks.fit_quality import add_arguments
 from benchmarks.recipe_bench import RecipeBench
-from tightfit.compress.matrices import HEAD
 from tightfit.compress.recipe import Recipe, Step, recipe_of
+from tightfit.models.quantized.matrices import HEAD
 
 TABLE = "head_quality"
 GROUP = 64

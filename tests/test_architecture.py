@@ -29,7 +29,7 @@ FLOORS = [
     ["models.presets", "models.hub"],
     ["models.resolve"],
     ["models.huggingface.adapter_config"],
-    ["models.quantized.scheme"],
+    ["models.quantized.scheme", "models.quantized.matrices"],
     ["models.quantized.described", "models.base_model"],
     ["models.quantized.held_weights"],
     ["jobs"],

@@ -22,7 +22,6 @@ from tightfit.compress.conversion import convert
 from tightfit.compress.cost import predict
 from tightfit.compress.fit.bit_choice import settled_for
 from tightfit.compress.layer_compression import compress_layer
-from tightfit.compress.matrices import HEAD
 from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.rounding.gptq import gptq
 from tightfit.errors import UserError
@@ -30,6 +29,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_into, load_model
 from tightfit.models.quantized.described import described_scheme
 from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.quantized.matrices import HEAD
 from tightfit.models.saving import export_model, write_model
 from tightfit.models.text.tokenizer import Tokenizer
 

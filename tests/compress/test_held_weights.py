@@ -18,7 +18,6 @@ from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.cost import predict, schemes
 from tightfit.compress.fit.bit_choice import settled_for
-from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.errors import UserError
 from tightfit.kernels.quantized.quantized_linear import can_be_fused
@@ -28,6 +27,7 @@ from tightfit.models.loading import load_model
 from tightfit.models.quantized.formats.registry import FORMATS
 from tightfit.models.quantized.held_weights import HELD, expanded_bytes, held_weights
 from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import KINDS, Scheme
 from tightfit.serve.config import EngineConfig

@@ -10,10 +10,10 @@ from tests.compress.test_compression import FAMILIES
 from tests.jobs.test_load import alias_bomb
 from tightfit.compress.cost import schemes
 from tightfit.compress.fit.bit_choice import settled_for
-from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import CALIBRATED, METHODS, USED, Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.rounding.rotation import rotated_spec
 from tightfit.errors import UserError
+from tightfit.models.quantized.matrices import matrices
 
 
 @pytest.mark.parametrize(

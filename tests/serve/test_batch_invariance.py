@@ -97,7 +97,7 @@ def in_8_bits_with_outliers() -> Decoder:
 
 @pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no such products")
 def test_weights_in_16_bits(monkeypatch: pytest.MonkeyPatch, model: Decoder) -> None:
-    monkeypatch.setattr(half_weight, "FEWEST", 1)
+    monkeypatch.setattr(half_weight, "FEWEST_COPIED", 1)
     published = Decoder(SHAPE)
     published.load_state_dict({name: part.bfloat16().float() for name, part in model.state_dict().items()})
     assert Engine(published, None, BASE).budget.half_bytes > 0

@@ -113,6 +113,21 @@ def test_a_cancelled_request_frees_its_blocks_at_once(model: Decoder) -> None:
     assert engine.pool.free == engine.pool.size
 
 
+def test_cancelling_answers_that_wait_for_their_prompt_stops_nobody_else(model: Decoder) -> None:
+    """The other answers to a prompt begin once it is in the cache; until then no schedule knows of them."""
+    engine = Engine(model, None, CONFIG)
+    engine.submit(Request(id="a", prompt=list(range(3, 103)), sampling=HOT, count=4))
+    engine.step()
+    engine.cancel("a")
+    assert engine.scheduler.waiting == 0
+    engine.submit(Request(id="b", prompt=PROMPT, sampling=HOT))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert outputs[-1].finish == "length"
+    assert engine.pool.free == engine.pool.size
+
+
 @pytest.mark.parametrize(
     ("prompt", "count", "expected"),
     [

@@ -25,7 +25,7 @@ PROMPTS = ([5, 17, 250, 3, 9], [8, 8, 41], list(range(20, 60)))
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """A model of bfloat16 numbers, as checkpoints are published; its small matrices count as large."""
-    monkeypatch.setattr(half_weight, "FEWEST", 1)
+    monkeypatch.setattr(half_weight, "FEWEST_COPIED", 1)
     torch.manual_seed(2)
     made = Decoder(replace(SHAPE, qkv_bias=True))
     init_weights(made, gain=2.0)
@@ -95,7 +95,7 @@ def test_weights_that_16_bits_do_not_hold_are_read_as_they_are(model: Decoder) -
 @has_products
 def test_weights_that_a_file_rounded_may_be_rounded_once_more(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By 16-bit floats' spacing at most; not where answers are to be exact."""
-    monkeypatch.setattr(half_weight, "FEWEST", 1)
+    monkeypatch.setattr(half_weight, "FEWEST_COPIED", 1)
     rounded = EngineConfig(rounded_weights=True)
     x = torch.randn(5, SHAPE.hidden_size)
     head = Engine(model, None, rounded).runner.program.head

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -15,8 +16,12 @@ from tightfit.kernels.quantized.int4_linear import MOST_ROWS, code_order
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import LowRank
 from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
+from tightfit.models.quantized.directory import replace_module
+from tightfit.models.quantized.experts import QuantizedStack
 from tightfit.models.quantized.linear import QuantizedLinear
+from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.spec import Experts
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request
@@ -149,10 +154,30 @@ def test_other_codes_are_expanded_once_where_there_is_room(monkeypatch: pytest.M
     wanted = answers(deepcopy(model))
     coded = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLinear)}
     exact = {name: part.dequantize(torch.float32) for name, part in coded.items()}
-    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST", 1)
+    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST_EXPANDED", 1)
     bytes_needed = 4 * sum(weight.numel() for weight in exact.values())
     assert not expand_for_cpu(model, bytes_needed - 1)
     assert len(layers_of(model)) == len(exact)
     assert answers(model, replace(CONFIG, half_weights=False)) == wanted
     assert not layers_of(model)
     assert all(torch.equal(model.get_parameter(f"{name}.weight"), weight) for name, weight in exact.items())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_are_expanded_as_a_stack(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no layers of their own; no product reads their codes, 4-bit ones neither."""
+    spec = replace(WIDE, family="mixtral", experts=Experts(count=4, per_token=2, mlp_size=128))
+    model = random_model(spec)
+    scheme = Scheme(kind="int", bits=bits, group=32)
+    experts = [layer.mlp.experts for layer in cast(Any, model.layers)]
+    for layer, name in product(range(spec.layers), ("gate", "up", "down")):
+        coded = [fit_grid(weight, scheme).code(weight) for weight in getattr(experts[layer], name).detach()]
+        replace_module(model, f"layers.{layer}.mlp.experts.{name}", QuantizedStack(coded, torch.float32))
+    exact = [stacks.down.dequantize(torch.float32) for stacks in experts]
+    held = replace(CONFIG, packed_products=False)
+    wanted = answers(deepcopy(model), held)
+    assert answers(deepcopy(model)) == wanted
+    monkeypatch.setattr("tightfit.serve.weights.cpu_codes.FEWEST_EXPANDED", 1)
+    assert answers(model) == wanted
+    assert not layers_of(model)
+    assert all(torch.equal(stacks.down, weight) for stacks, weight in zip(experts, exact, strict=True))

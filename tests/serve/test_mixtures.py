@@ -75,6 +75,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adapters": {},
     "adapters, overlapped": {"async_steps": True},
     "adapters, lookup": {"speculation": "lookup"},
+    "adapters, draft": {"speculation": "draft"},
+    "adapters, draft, at fixed addresses": {"speculation": "draft", "async_steps": True},
 }
 
 

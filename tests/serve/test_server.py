@@ -22,10 +22,13 @@ from tightfit.models.loading import LoadedModel
 from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
 from tightfit.serve.http.address import own_names
+from tightfit.serve.http.balancer import _summed_metrics
 from tightfit.serve.http.guards import Guards, ServerLimits
+from tightfit.serve.http.metrics import prometheus
 from tightfit.serve.requests.grammar import Constraints, Grammar
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.service import Service, TokenRate
 
 HELLO: Any = [{"role": "user", "content": "the quick brown fox"}]
 TOOL: Any = {
@@ -235,6 +238,26 @@ def test_models_health_metrics_and_the_page(server: Running, client: openai.Open
     assert "https://" not in page
 
 
+def test_large_counters_are_written_to_the_last_digit(loaded: LoadedModel) -> None:
+    """Of one server, and summed over copies."""
+    engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
+    engine.counts.answer_tokens = 123_456_789
+    text = prometheus(Service(engine))
+    assert "tightfit_answer_tokens_total 123456789\n" in text
+    assert "tightfit_answer_tokens_total 246913578\n" in _summed_metrics([text, text])
+
+
+def test_the_rate_of_tokens_remembers_its_window_alone() -> None:
+    rate = TokenRate(window_s=0.05)
+    for tokens in (500, 700):
+        rate.add(tokens)
+    assert rate.per_second() == 1200 / 0.05
+    time.sleep(0.06)
+    rate.add(7)
+    assert len(rate._seen) == 1
+    assert rate.per_second() == 7 / 0.05
+
+
 BAD_BODIES: list[tuple[str, bytes, int]] = [
     ("/v1/chat/completions", b"", 400),
     ("/v1/chat/completions", b"{", 400),
@@ -403,6 +426,29 @@ def test_a_server_of_this_machine_answers_to_its_own_names(name: str, status: in
 
     assert asyncio.run(asked(ServerLimits(names=own_names("127.0.0.1")))) == status
     assert asyncio.run(asked(ServerLimits(names=own_names("0.0.0.0")))) == 200
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_answer_that_outlasts_the_server_is_no_traceback(begun: bool) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        seen.append(message)
+
+    async def cut_off() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+        task = asyncio.create_task(Guards(app, ServerLimits())(scope, None, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await task
+
+    asyncio.run(cut_off())
+    assert [each["status"] for each in seen if each["type"] == "http.response.start"] == [200 if begun else 503]
 
 
 def test_the_names_of_a_server_are_those_of_where_it_listens() -> None:

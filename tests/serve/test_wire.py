@@ -1,18 +1,22 @@
 """What clients do to connections: other methods than POST, requests one behind the other, heads that never end."""
 
+import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
 from tests.serve.running import CONFIG, Running, serving
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.timely import UntilLost
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 BEGUN = (b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
@@ -123,6 +127,25 @@ def test_a_head_that_does_not_end_is_not_waited_for(hasty: Running) -> None:
     for connection, _ in waiting:
         with connection, contextlib.suppress(ConnectionError):
             assert b"".join(iter(partial(connection.recv, 2**16), b"")) in (b"", b'{"status":"ok"}')
+
+
+def test_pieces_for_who_has_gone_are_dropped_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream may write several before it hears that its client has gone; asyncio warns from the fifth on."""
+    warned: list[str] = []
+    monkeypatch.setattr(logging.getLogger("asyncio"), "warning", warned.append)
+
+    async def write(wrapped: bool) -> None:
+        ours, _ = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+        writer: Any = UntilLost(transport) if wrapped else transport
+        transport.abort()
+        for _ in range(10):
+            writer.write(b"data: ")
+
+    asyncio.run(write(wrapped=True))
+    assert not warned
+    asyncio.run(write(wrapped=False))
+    assert warned
 
 
 def test_an_answer_may_take_longer_than_a_head(hasty: Running) -> None:

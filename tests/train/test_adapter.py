@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.covering import sampled
+from tests.serve.test_cpu_weights import assert_held_as_planned
 from tests.train.jobs import checkpoint_files, tiny_job
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.recipe import recipe_of
@@ -162,6 +163,7 @@ def test_a_packed_model_stays_packed_under_its_adapters(
     held = served_weights(weights_path(run), narrow.spec)
     assert held is not None
     assert held.total_bytes == held_bytes(narrow)
+    assert_held_as_planned(weights_path(run))
     said, is_joint = answers(model)
     assert is_joint
     assert said == answers(expanded)[0]

@@ -26,7 +26,6 @@ from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.layer_compression import Coded, LayerResult, compress_layer
 from tightfit.compress.linear_sets import EXPERT_STACKS
 from tightfit.compress.loss_probe import LossProbe
-from tightfit.compress.matrices import HEAD, codable
 from tightfit.compress.model_parts import ModelParts
 from tightfit.compress.recipe import Recipe
 from tightfit.compress.report import CompressionReport, LayerReport, WriteExtras, no_extras
@@ -38,6 +37,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import find_source_tokenizer
 from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
+from tightfit.models.quantized.matrices import HEAD, codable
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer

@@ -12,11 +12,11 @@ store; gptq and awq pack scales and zero points a little differently. Nothing he
 
 from dataclasses import dataclass, replace
 
-from tightfit.compress.matrices import HEAD, codable, matrices
 from tightfit.compress.memory import compression_ledger
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.errors import UserError
 from tightfit.memory.ledger import Ledger
+from tightfit.models.quantized.matrices import HEAD, codable, matrices
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 

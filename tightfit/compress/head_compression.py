@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from tightfit.compress.calibration.inputs import InputStatistics
 from tightfit.compress.layer_compression import code_weight
-from tightfit.compress.matrices import HEAD
 from tightfit.compress.memory import HEAD_ROWS
 from tightfit.compress.recipe import CALIBRATED, Step
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
 from tightfit.models.quantized.formats.format import FileFormat
+from tightfit.models.quantized.matrices import HEAD
 
 
 @torch.no_grad()

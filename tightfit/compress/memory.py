@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tightfit.compress.linear_sets import linear_sets
-from tightfit.compress.matrices import HEAD, matrices, matrices_of_layer
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
 from tightfit.memory.ledger import Ledger, Line
+from tightfit.models.quantized.matrices import HEAD, matrices, matrices_of_layer
 from tightfit.models.spec import ModelSpec
 
 BATCH_TOKENS = 8192

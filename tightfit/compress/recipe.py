@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tightfit.bounded_yaml import read_yaml_file
-from tightfit.compress.matrices import HEAD
 from tightfit.errors import UserError
+from tightfit.models.quantized.matrices import HEAD
 from tightfit.models.quantized.scheme import FIXED_BITS, FIXED_GROUPS, PACKED_BITS, Scheme
 
 Coding = Literal[

@@ -4,19 +4,24 @@ Adapters on plain weights are merged into them at loading. On packed weights, or
 stay separate in 16 bits, and the base stays as it was in training (models/adapted.py).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from tightfit.jobs.projections import linear_shapes
 from tightfit.models.base_model import BaseModel, is_adapted, read_base
+from tightfit.models.huggingface.adapter_config import PREFIX
 from tightfit.models.quantized.held_weights import (
     PLAIN_BYTES,
+    CodedModule,
     HeldWeights,
+    Matrix,
     expanded_bytes,
     held_weights,
+    matrices_of_modules,
     stored_tensors,
 )
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 
@@ -29,8 +34,16 @@ def served_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
     held = _held_base(base, spec)
     if held is None:
         return None
-    adapter_params = sum(prod(tensor.shape) for tensor in stored_tensors(directory).values())
-    return replace(held, plain_bytes=held.plain_bytes + PLAIN_BYTES * adapter_params)
+    tensors = stored_tensors(directory)
+    adapter_params = sum(prod(tensor.shape) for tensor in tensors.values())
+    return replace(held, plain_bytes=held.plain_bytes + PLAIN_BYTES * adapter_params, adapted=_adapted(tensors, spec))
+
+
+def _adapted(names: Iterable[str], spec: ModelSpec) -> frozenset[str]:
+    """The decoder's matrices that an adapter's tensors of these names change."""
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
+    known = matrices_of_modules(spec)
+    return frozenset(matrix.name for module in modules for matrix in known.get(module, ()))
 
 
 def _held_base(base: BaseModel, spec: ModelSpec) -> HeldWeights | None:
@@ -45,7 +58,13 @@ def _held_base(base: BaseModel, spec: ModelSpec) -> HeldWeights | None:
 
 def rounded_weights(scheme: Scheme, spec: ModelSpec) -> HeldWeights:
     """The weights of a plain dense model whose linear layers are quantized as they are loaded."""
-    shapes = linear_shapes(spec).values()
-    coded = spec.layers * sum(scheme.held_bytes(outputs, inputs) for outputs, inputs in shapes)
-    plain = spec.params() - spec.layers * sum(outputs * inputs for outputs, inputs in shapes)
-    return HeldWeights(coded, PLAIN_BYTES * plain, expanded_bytes(spec, scheme), scheme.describe(), scheme)
+    shapes = [Matrix(name, outputs, inputs) for name, (_, outputs, inputs) in matrices(spec).items()]
+    modules = tuple(CodedModule((each,), scheme, scheme.held_bytes(each.outputs, each.inputs)) for each in shapes)
+    return HeldWeights(
+        coded_bytes=sum(module.bytes for module in modules),
+        plain_bytes=PLAIN_BYTES * (spec.params() - sum(module.elements for module in modules)),
+        expanded_bytes=expanded_bytes(spec, scheme),
+        description=scheme.describe(),
+        scheme=scheme,
+        modules=modules,
+    )

@@ -24,7 +24,6 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.files.checksums import digest
 from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.adapter import (
-    PREFIX,
     WEIGHTS_FILE,
     _matrices,
     _projections,
@@ -32,7 +31,7 @@ from tightfit.models.huggingface.adapter import (
     _shapes,
     load_adapter,
 )
-from tightfit.models.huggingface.adapter_config import CONFIG_FILE
+from tightfit.models.huggingface.adapter_config import CONFIG_FILE, PREFIX
 from tightfit.models.huggingface.weight_names import TensorMap
 from tightfit.models.layers.linear_plus_adapter import LinearPlusAdapter
 from tightfit.models.quantized.directory import replace_module

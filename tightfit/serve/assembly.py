@@ -7,7 +7,8 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.adapter import Adapter
 from tightfit.models.spec import ModelSpec
-from tightfit.serve.budget import HOST_SHARE, Budget, decide_budget, free_bytes
+from tightfit.plan.serving.cpu_weights import HOST_SHARE
+from tightfit.serve.budget import Budget, decide_budget, free_bytes
 from tightfit.serve.cache.host_store import HostStore
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.adapters import AdapterSet

@@ -18,11 +18,11 @@ from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.serving.cpu_weights import HOST_SHARE
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.row_tiles import SIZES
 from tightfit.serve.weights.joint import half_bytes
 
-HOST_SHARE = 0.25
 LEAST_GRAPH_BYTES = 512 * 2**20
 GRAPH_SHARE = 1 / 64
 """Share of a GPU's free memory kept for captured graphs, their buffers and libraries: 1.3 to 3.5 GiB of an H200."""

@@ -30,7 +30,7 @@ class OverloadedError(RuntimeError):
 
 @dataclass
 class TokenRate:
-    """Tokens a second over the last `window_s`, for metrics."""
+    """Tokens a second over the last `window_s`, for metrics; for one thread."""
 
     window_s: float = 5.0
     _seen: deque[tuple[float, int]] = field(default_factory=deque)
@@ -38,13 +38,17 @@ class TokenRate:
     def add(self, tokens: int) -> None:
         """Count tokens that were generated just now."""
         self._seen.append((time.monotonic(), tokens))
+        self._forget_old()
 
     def per_second(self) -> float:
         """Tokens a second, over the window."""
-        now = time.monotonic()
-        while self._seen and self._seen[0][0] < now - self.window_s:
-            self._seen.popleft()
+        self._forget_old()
         return sum(tokens for _, tokens in self._seen) / self.window_s
+
+    def _forget_old(self) -> None:
+        until = time.monotonic() - self.window_s
+        while self._seen and self._seen[0][0] < until:
+            self._seen.popleft()
 
 
 class Service:

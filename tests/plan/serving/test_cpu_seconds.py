@@ -11,10 +11,10 @@ from tightfit.hardware.accelerator import Accelerator, PeakRates
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.hardware.machine import Machine, parse_machine
+from tightfit.jobs.served_weights import rounded_weights
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.presets import preset
-from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
 from tightfit.plan.serving.plan import Serving, make_serving
@@ -165,7 +165,7 @@ def test_layers_that_are_not_joined_have_no_copy_in_16_bits(form: str) -> None:
 
 def test_compressed_weights_are_too() -> None:
     for bits, layers_as in ((4, "int4"), (8, "fp16"), (3, "fp16")):
-        packed = replace(serving("bf16"), compressed=HeldWeights(10**8, 0, 0, "packed", Scheme(bits=bits)))
+        packed = replace(serving("bf16"), compressed=rounded_weights(Scheme(bits=bits, group=64), SPEC))
         rates = packed.rates
         assert isinstance(rates, CpuStepRates)
         assert rates.layers_as == layers_as

@@ -10,9 +10,9 @@ A single width for all units is taken where it fits and is expected to lose less
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tightfit.compress.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step
 from tightfit.errors import UserError
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 

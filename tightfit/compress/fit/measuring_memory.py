@@ -19,9 +19,9 @@ weights, W widths:
 Experts are not measured. Nothing here imports torch.
 """
 
-from tightfit.compress.matrices import matrices_of_layer
 from tightfit.compress.memory import CHUNK_SHARE, FLOAT, PROBED_LENGTH, PROBED_ROWS
 from tightfit.memory.ledger import Component, Ledger, Line, Phase
+from tightfit.models.quantized.matrices import matrices_of_layer
 from tightfit.models.spec import ModelSpec
 
 ROUNDING_COPIES = 3

@@ -19,7 +19,6 @@ from tightfit.compress.cost import CompressionCost
 from tightfit.compress.finished_layer import load_finished
 from tightfit.compress.job import ShrinkingJob
 from tightfit.compress.linear_sets import linear_sets
-from tightfit.compress.matrices import matrices
 from tightfit.compress.report import CompressionReport, WriteExtras, no_extras
 from tightfit.compress.rounding.moving_scales import linear
 from tightfit.compress.structure.low_rank import Factors, LowRankMethod, choose_ranks, factor, singular_energies
@@ -29,6 +28,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.low_rank import MODELLING_FILE, factored_names, low_rank_config, modelling_code
 from tightfit.models.quantized.directory import tensors_to_write
 from tightfit.models.quantized.formats.own import Own
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.spec import ModelSpec
 
 

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
-from tightfit.models.huggingface.adapter_config import LARGEST_RANK, MERGE, read_adapter_config, scale_of
+from tightfit.models.huggingface.adapter_config import LARGEST_RANK, MERGE, PREFIX, read_adapter_config, scale_of
 from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
 from tightfit.models.spec import ModelSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 DTYPES = ("F32", "F16", "BF16")
 

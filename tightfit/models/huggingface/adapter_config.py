@@ -11,6 +11,8 @@ from tightfit.errors import UserError
 from tightfit.models.resolve import read_config
 
 CONFIG_FILE = "adapter_config.json"
+PREFIX = "base_model.model."
+"""Before the names of an adapter's tensors."""
 MERGE = "merge it into its model with PEFT and serve that"
 PLAIN: Mapping[str, Any] = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False}
 LARGEST_RANK = 1024

@@ -18,12 +18,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tightfit.bounded_files import require_regular
 from tightfit.errors import UserError
-from tightfit.models.huggingface.weight_names import HEAD_MODULE
+from tightfit.models.huggingface.families import FAMILIES
+from tightfit.models.huggingface.weight_names import HEAD_MODULE, tensor_maps
 from tightfit.models.quantized.described import described_scheme
+from tightfit.models.quantized.matrices import codable
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
@@ -86,6 +88,31 @@ class CodedHead:
     bytes: int
 
 
+class Matrix(NamedTuple):
+    """One of the decoder's matrices: its name and shape."""
+
+    name: str
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, eq=False)
+class CodedModule:
+    """A quantized module: the decoder's matrices in it, their scheme, and its bytes in memory. Experts have equal ones,
+    so a module is equal to itself alone."""
+
+    matrices: tuple[Matrix, ...]
+    scheme: Scheme
+    bytes: int
+    is_ordered: bool = True
+    """Whether inputs are in the order of their groups."""
+
+    @property
+    def elements(self) -> int:
+        """How many weights it has."""
+        return sum(each.outputs * each.inputs for each in self.matrices)
+
+
 @dataclass(frozen=True)
 class HeldWeights:
     """Bytes of the quantized modules, of everything else, and of expanding the layers' largest matrix; schemes in
@@ -99,6 +126,14 @@ class HeldWeights:
     """The scheme of the layers' modules whose expansion takes most."""
     head: CodedHead | None = None
     """The output projection, where it is quantized; `coded_bytes` include it, `expanded_bytes` do not."""
+    modules: tuple[CodedModule, ...] = ()
+    """The quantized modules; empty where they are not known one by one (GGUF)."""
+    adapted: frozenset[str] = frozenset()
+    """The decoder's matrices with an adapter beside them."""
+    is_factored: bool = False
+    """Whether matrices are held as two factors of low rank."""
+    plain_is_wide: bool = False
+    """Whether what is not quantized is stored in more than 16 bits."""
 
     @property
     def total_bytes(self) -> int:
@@ -131,7 +166,7 @@ def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
     if isinstance(described, dict) and str(described.get("quant_method")) in HELD:
         return _quantized(tensors, described, spec)
     if isinstance(config, dict) and "low_rank" in config:
-        return HeldWeights(0, _plain_bytes(tensors), 0, "low rank")
+        return HeldWeights(0, _plain_bytes(tensors), 0, "low rank", is_factored=True)
     return None
 
 
@@ -183,6 +218,11 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
     coded = {f"{module}.{suffix}" for module, parts in own.items() for suffix in parts}
     plain = {name: tensor for name, tensor in tensors.items() if name not in coded}
     held = {module: _held_bytes(parts, schemes[module], method) for module, parts in own.items()}
+    shapes = matrices_of_modules(spec)
+    coded_modules = [
+        CodedModule(shapes.get(module, ()), schemes[module], held[module], _order_bytes(parts, schemes[module]) == 0)
+        for module, parts in own.items()
+    ]
     told = sorted({scheme.describe() for scheme in schemes.values()})
     in_layers = [scheme for module, scheme in schemes.items() if module != HEAD_MODULE]
     used = max(in_layers, key=lambda scheme: expanded_bytes(spec, scheme), default=None)
@@ -193,7 +233,22 @@ def _quantized(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], s
         description=", ".join(told),
         scheme=used,
         head=CodedHead(schemes[HEAD_MODULE], held[HEAD_MODULE]) if HEAD_MODULE in schemes else None,
+        modules=tuple(coded_modules),
+        plain_is_wide=any(DTYPE_BYTES.get(tensor.dtype, 0) > PLAIN_BYTES for tensor in plain.values()),
     )
+
+
+def matrices_of_modules(spec: ModelSpec) -> dict[str, tuple[Matrix, ...]]:
+    """The decoder's matrices in every module that can be quantized, by Hugging Face's names of modules."""
+    shapes = {_parameter(name): Matrix(name, *shape) for name, (_, *shape) in codable(spec).items()}
+    experts = 0 if spec.experts is None else spec.experts.count
+    links = tensor_maps(FAMILIES[spec.family].weights, shapes, spec.layers, experts)
+    return {link.theirs.removesuffix(".weight"): tuple(shapes[ours] for ours in link.ours) for link in links}
+
+
+def _parameter(matrix: str) -> str:
+    """The name of a matrix's parameter; experts' are stacked in one."""
+    return matrix if ".experts." in matrix else f"{matrix}.weight"
 
 
 def _module_tensors(tensors: Mapping[str, StoredTensor], module: str, method: str) -> dict[str, StoredTensor]:
@@ -208,12 +263,13 @@ def _held_bytes(parts: Mapping[str, StoredTensor], scheme: Scheme, method: str) 
     kept = sum(tensor.bytes for suffix, tensor in parts.items() if rules[suffix] == "stored")
     kept += scales if not scheme.symmetric and "zeros" in {rules[suffix] for suffix in parts} else 0
     kept += 4 if "offset" in {rules[suffix] for suffix in parts} else 0
-    return kept + sum(_order_bytes(tensor, scheme) for suffix, tensor in parts.items() if rules[suffix] == "order")
+    return kept + _order_bytes(parts, scheme)
 
 
-def _order_bytes(order: StoredTensor, scheme: Scheme) -> int:
+def _order_bytes(parts: Mapping[str, StoredTensor], scheme: Scheme) -> int:
     """Bytes of a g_idx in memory: 0 where groups are in order, as a column's number then gives its group."""
-    if scheme.group <= 0 or order.dtype != "I32":
+    order = parts.get("g_idx")
+    if order is None or scheme.group <= 0 or order.dtype != "I32":
         return 0
     with order.path.open("rb") as file:
         file.seek(order.start)

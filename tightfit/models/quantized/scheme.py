@@ -34,6 +34,11 @@ TILE_WORDS = 16
 OUTLIER_ROWS, OUTLIER_TILE, MOST_OUTLIER_INPUTS = 32, 256, 2**16
 """Rows and columns of a tile, and the most columns, of kernels for weights with outliers
 (kernels/quantized/spqr_layout.py)."""
+CPU_GROUPS, CPU_ROWS = (32, 64, 128, 256), 64
+"""Groups that torch's product with 4-bit codes on a CPU takes, and what outputs have to be whole multiples of
+(kernels/quantized/int4_linear.py)."""
+CPU_SCALE_BYTES = 4
+"""Of a group, beside its scale: scale and offset as that product reads them."""
 INPUT_SCALE_BYTES = 4
 """Bytes of the scale of static activations."""
 NESTED_BLOCK = 256
@@ -138,6 +143,11 @@ class Scheme:
             return False
         tile, group = TILE_WORDS * WORD // self.bits, max(self.group, 0)
         return inputs % tile == 0 and group % WORD == 0 and (group == 0 or group % tile == 0 or tile % group == 0)
+
+    def is_read_by_cpus(self, outputs: int, inputs: int) -> bool:
+        """Whether kernels/quantized/int4_linear.py reads a matrix of this shape packed, on a CPU that can."""
+        is_plain = self.kind == "int" and self.bits == 4 and self.activations is None and not self.outliers
+        return is_plain and self.group in CPU_GROUPS and inputs % self.group == 0 and outputs % CPU_ROWS == 0
 
     def is_read_with_outliers(self, outputs: int, inputs: int) -> bool:
         """Whether kernels/quantized/spqr_linear.py reads a matrix of this shape packed."""

@@ -26,6 +26,7 @@ from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_operations import runs_joint
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
+from tightfit.plan.serving.cpu_weights import HOST_SHARE, CpuWeights, held_on_cpu
 from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
 from tightfit.plan.serving.step import Step, layer_params
 
@@ -67,14 +68,17 @@ class Serving:
         if not isinstance(rates := self.rates, CpuStepRates):
             expanded_bytes = 0 if small is None else max(small.expanded_bytes, self._head_expanded_bytes)
             return ledger_of(form=self.form, stored_bytes=stored_bytes, expanded_bytes=expanded_bytes)
-        by_codes = rates.layers_as == "int4"
-        copied_head = spec.vocabulary_params if rates.head_as == "fp16" else 0
-        copied_layers = layer_params(spec) if rates.layers_as == "fp16" else 0
+        if (weights := self._cpu_weights) is not None:
+            stored_bytes, copied_bytes = weights.held_bytes, weights.copied_bytes
+        else:
+            copied_head = spec.vocabulary_params if rates.head_as == "fp16" else 0
+            copied_layers = layer_params(spec) if rates.layers_as == "fp16" else 0
+            copied_bytes = 2 * (copied_head + copied_layers)
         return ledger_of(
-            form=self.form if by_codes else "fp32",
+            form=self.form if rates.layers_as == "int4" else "fp32",
             overheads=ON_CPU,
-            stored_bytes=None if stored_bytes is None or not by_codes else stored_bytes + self._head_widened_bytes,
-            copied_bytes=2 * (copied_head + copied_layers),
+            stored_bytes=stored_bytes,
+            copied_bytes=copied_bytes,
             element_bytes=FLOAT32_BYTES,
         )
 
@@ -163,16 +167,21 @@ class Serving:
         measured = None if self.machine.calibration is None else self.machine.calibration.serving
         if measured is None:
             raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
-        keeps_fp32 = (self.compressed is None and self.form == "fp32") or not runs_joint(self.spec)
-        plain = measured.nearest("fp32" if keeps_fp32 else "fp16")
+        if (weights := self._cpu_weights) is not None:
+            return CpuStepRates(measured=measured, layers_as=weights.layers_as, head_as=weights.head_as)
+        plain = measured.nearest("fp32" if self.form == "fp32" or not runs_joint(self.spec) else "fp16")
         coded = measured.nearest("int4")
-        coded = plain if coded == "fp32" else coded
-        head = None if self._coded_head is None else self._coded_head.scheme
-        return CpuStepRates(
-            measured=measured,
-            layers_as=coded if _has_4_bit_codes(self._scheme) else plain,
-            head_as=coded if _has_4_bit_codes(head) else plain,
-        )
+        by_codes = _has_4_bit_codes(self._scheme) and coded != "fp32"
+        return CpuStepRates(measured=measured, layers_as=coded if by_codes else plain, head_as=plain)
+
+    @property
+    def _cpu_weights(self) -> CpuWeights | None:
+        """How this CPU holds the weights of a compressed model; None for others."""
+        measured = None if self.machine.calibration is None else self.machine.calibration.serving
+        if self.compressed is None or measured is None:
+            return None
+        room_bytes = HOST_SHARE * self.machine.accelerator.memory_bytes
+        return held_on_cpu(self.compressed, self.spec, frozenset(measured.products), room_bytes)
 
     @property
     def _coded_head(self) -> CodedHead | None:
@@ -188,14 +197,6 @@ class Serving:
         most = PackedProducts.of(head.scheme, on_hopper=self._is_on_hopper).most_tokens if is_read else 0
         expanded = head.scheme.expanded_bytes(self.spec.vocab_size, self.spec.hidden_size)
         return expanded if self.requests > most else 0
-
-    @property
-    def _head_widened_bytes(self) -> int:
-        """Bytes of the output projection in float32 beyond those of its codes, which a CPU does not read packed."""
-        head = self._coded_head
-        if head is None or _has_4_bit_codes(head.scheme):
-            return 0
-        return FLOAT32_BYTES * self.spec.vocabulary_params - head.bytes
 
     @property
     def _is_on_hopper(self) -> bool:

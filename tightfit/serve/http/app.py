@@ -115,24 +115,24 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_numbers(app: FastAPI, served: Served) -> None:
-    service = served.service
+    service = served.service  # which is for the event loop: routes that read it are coroutines
 
     @app.get("/")
     def page() -> HTMLResponse:
         return HTMLResponse(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
 
     @app.get("/health")
-    def health() -> JSONResponse:
+    async def health() -> JSONResponse:
         if service.failure is not None:
             return JSONResponse({"status": "dead"}, 503)
         return JSONResponse({"status": "draining" if service.draining else "ok"}, 503 if service.draining else 200)
 
     @app.get("/stats")
-    def numbers() -> dict[str, Any]:
+    async def numbers() -> dict[str, Any]:
         return stats(service)
 
     @app.get("/metrics")
-    def metrics() -> PlainTextResponse:
+    async def metrics() -> PlainTextResponse:
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")

@@ -16,6 +16,7 @@ import h11
 
 from tightfit.serve.http.answers import error_body
 from tightfit.serve.http.hang_up import Receive, until_gone
+from tightfit.serve.http.metrics import written
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -98,7 +99,7 @@ def _summed_metrics(texts: list[str]) -> str:
         if same[0].startswith("#"):
             summed.append(same[0])
         else:
-            summed.append(f"{same[0].split()[0]} {sum(float(line.split()[1]) for line in same):g}")
+            summed.append(f"{same[0].split()[0]} {written(sum(float(line.split()[1]) for line in same))}")
     return "\n".join(summed) + "\n"
 
 

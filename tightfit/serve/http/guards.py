@@ -61,7 +61,22 @@ class Guards:
         except RefusedError as refused:
             await _answer(send, refused)
             return
-        await self.app(scope, receive if body is None else _replayed(body, receive), send)
+        await self._run(scope, receive if body is None else _replayed(body, receive), send)
+
+    async def _run(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Have the request answered; it is cancelled where the server ends before the answer does."""
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except asyncio.CancelledError:
+            if not begun:  # a stream breaks off, which its client sees
+                await _answer(send, RefusedError(503, "the server ends before this answer does", "server_error"))
 
     def _check_name(self, scope: MutableMapping[str, Any]) -> None:
         names, given = self.limits.names, dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()

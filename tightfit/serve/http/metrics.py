@@ -47,11 +47,16 @@ HELP = {
 }
 
 
+def written(value: float) -> str:
+    """A number in Prometheus's text, with as many digits as let counters be seen to count."""
+    return f"{value:.15g}"
+
+
 def prometheus(service: Service) -> str:
     """`stats` in Prometheus's text format, version 0.0.4."""
     lines = []
     for name, value in stats(service).items():
         kind, text = HELP[name]
         full = f"tightfit_{name}_total" if kind == "counter" else f"tightfit_{name}"
-        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {value:g}"]
+        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {written(value)}"]
     return "\n".join(lines) + "\n"

@@ -1,10 +1,26 @@
 """Closes connections on which no request comes: uvicorn waits for the rest of a request's head without end, and every
-open connection takes one of the files that a process may have open."""
+open connection takes one of the files that a process may have open. Nothing is written to connections that are lost."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+
+class UntilLost:
+    """A connection's transport that drops what is written once the connection is lost. A stream may have several pieces
+    ready before it hears of that, and asyncio logs such writes as warnings."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Send `data`."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
 
 def timely(head_seconds: float) -> type[asyncio.Protocol]:
@@ -14,7 +30,7 @@ def timely(head_seconds: float) -> type[asyncio.Protocol]:
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            super().connection_made(UntilLost(transport))
             self._expect_head()
 
         def data_received(self, data: bytes) -> None:

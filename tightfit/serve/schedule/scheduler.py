@@ -92,16 +92,16 @@ class Scheduler:
         """Queue a sequence. At its full length it must fit the empty pool: then it can always be finished."""
         longest = len(sequence.prompt) + sequence.sampling.max_tokens
         assert self.pool.blocks_for(longest) <= self.pool.size
-        assert sequence.state == "waiting"
+        assert sequence.state == "new"
         self._push(sequence)
 
     def remove(self, sequence: Sequence, finish: Finish) -> None:
-        """Take out a sequence that is over or cancelled; its blocks are free at once."""
+        """Take out a sequence that is over or cancelled, also before it was added; its blocks are free at once."""
         if sequence.state == "finished":
             return
         if sequence.state == "running":
             self._stop(sequence)
-        else:
+        elif sequence.state == "waiting":
             self._waiting_count -= 1  # its entry in the heap is passed over later
             if self.host is not None:
                 self.host.drop(sequence)
@@ -249,13 +249,13 @@ class Scheduler:
         if self.host is not None:
             self.host.save(sequence)
         self._stop(sequence)
-        sequence.state = "waiting"
         sequence.preemptions += 1
         self.preemptions += 1
         self._preempted.add(sequence)
         self._push(sequence)
 
     def _push(self, sequence: Sequence) -> None:
+        sequence.state = "waiting"
         self._entries += 1
         heapq.heappush(self._waiting, (sequence.order, self._entries, sequence))
         self._waiting_count += 1

@@ -13,7 +13,8 @@ from tightfit.serve.requests.request import Finish
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.schedule.block_pool import ROOT, Digest, block_digest
 
-State = Literal["waiting", "running", "finished"]
+State = Literal["new", "waiting", "running", "finished"]
+"""A sequence is new until a scheduler has it."""
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class Sequence:
     priority: int = 0
     arrival: int = 0
     adapter: str | None = None
-    state: State = "waiting"
+    state: State = "new"
     tokens: list[int] = field(init=False)
     blocks: list[int] = field(default_factory=list)
     digests: list[Digest] = field(default_factory=list)

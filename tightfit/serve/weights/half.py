@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.plan.serving.cpu_weights import FEWEST_COPIED
 from tightfit.serve.weights.weight import PlainWeight, Weight
 
 ENGINES = ("x86", "fbgemm")
@@ -25,8 +26,6 @@ ROUNDING = 2.0**-24
 HALF_ROUNDING = 2.0**-11
 """Half of float16's spacing at one."""
 TINY = 1e-30
-FEWEST = 2**18
-"""Elements from which half the bytes are worth a call of some 30 µs instead of 4."""
 
 PIECE_ROWS = 8192
 """Rows packed at a time: FBGEMM takes twice as long for 49,152 rows at once."""
@@ -52,7 +51,7 @@ class HalfWeight(Weight):
 
 def halved(plain: PlainWeight) -> Weight:
     """A copy of `plain` in 16 bits, or a small one itself."""
-    if plain.matrix.numel() < FEWEST:
+    if plain.matrix.numel() < FEWEST_COPIED:
         return plain
     pieces = tuple(torch.ops.quantized.linear_prepack_fp16(piece, None) for piece in plain.matrix.split(PIECE_ROWS))
     product = torch.ops.quantized.linear_dynamic_fp16.default._op
@@ -62,7 +61,7 @@ def halved(plain: PlainWeight) -> Weight:
 def copy_bytes(*parts: Tensor) -> int:
     """Bytes of a 16-bit copy of `parts`, joined; 0 where they are too small for one."""
     elements = sum(part.numel() for part in parts)
-    return 2 * elements if elements >= FEWEST else 0
+    return 2 * elements if elements >= FEWEST_COPIED else 0
 
 
 def has_products(weight: Tensor) -> bool:

@@ -39,10 +39,9 @@ class Choice:
         return self._of_row is None
 
     def make(self, step: Step) -> None:
-        """Choose for the tokens of `step`."""
+        """Choose for the tokens of `step`; a draft model has no adapters, and guesses without."""
         self._of_row, self._rows = step.adapter_of, None
-        if step.adapters:
-            rows = {self.numbers[name]: own for name, own in step.adapters.items()}
+        if rows := {self.numbers[name]: own for name, own in step.adapters.items() if name in self.numbers}:
             count = step.tokens.shape[1]
             self._of_row = torch.full((count,), -1, device=step.tokens.device)
             for number, own in rows.items():
