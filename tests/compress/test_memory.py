@@ -28,7 +28,7 @@ from tightfit.compress.structure.structured import KeptShape
 from tightfit.compress.working_directory import WorkingDirectory
 from tightfit.memory.ledger import Phase
 from tightfit.memory.tracing import Tracer
-from tightfit.models.blank import blank_decoder
+from tightfit.models.loading import load_into
 from tightfit.models.saving import write_model
 from tightfit.models.spec import Experts, Latent, ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer
@@ -110,35 +110,21 @@ def test_layers_of_other_shapes(spec: ModelSpec, method: str) -> None:
 
 @contextmanager
 def files_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files are mapped, which is no allocation though tensors are views of it: what is read from them is claimed."""
-    read_part, read_shard = ModelParts._part, WorkingDirectory.tensors
+    """Files are mapped, which is no allocation though tensors are views of it; parameters are copies of them."""
+    read_shard = WorkingDirectory.tensors
 
-    def part(self: ModelParts, *given: Any) -> Any:
+    def read(*given: Any, **options: Any) -> None:
         with tracer.pause():
-            model = read_part(self, *given)
-        tracer.claim(model.parameters(), "weights")
-        return model
+            load_into(*given, **options)
 
     def shard(self: WorkingDirectory, number: int) -> Any:
         with tracer.pause():
             return {name: tensor.clone() for name, tensor in read_shard(self, number).items()}
 
-    monkeypatch.setattr(ModelParts, "_part", part)
+    monkeypatch.setattr("tightfit.compress.model_parts.load_into", read)
     monkeypatch.setattr(WorkingDirectory, "tensors", shard)
     yield
     monkeypatch.undo()
-
-
-@contextmanager
-def shapes_aside(tracer: Tracer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Decoders on no device, made for the shapes of their parameters, take no memory."""
-
-    def shapes(*given: Any) -> Any:
-        with tracer.pause():
-            return blank_decoder(*given)
-
-    monkeypatch.setattr("tightfit.models.quantized.directory.blank_decoder", shapes)
-    yield
 
 
 def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
@@ -222,7 +208,7 @@ def test_a_coded_projection(
         length=32,
         cache=token_cache,
     )
-    with Tracer() as tracer, files_aside(tracer, monkeypatch), shapes_aside(tracer, monkeypatch):
+    with Tracer() as tracer, files_aside(tracer, monkeypatch):
         compress(job, said.append, lambda *done: None)
     alive_bytes = tracer.trace.replay().peak_allocated_bytes
     assert said[0].ledger is not None

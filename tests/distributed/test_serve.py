@@ -69,7 +69,8 @@ def serve_on_rank(source: str, spread: Spread, config: EngineConfig) -> list[lis
         return None
     runner = RankRunner(steps)
     made = answered(Engine(share.model, None, config, ranks=runner))
-    runner.close()
+    for other in runner.others:
+        other.close()  # the processes stay for the next test
     return made
 
 

@@ -12,9 +12,11 @@ from tests.train.jobs import tiny_job
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
+from tightfit.memory.allocator import PlainAllocator
 from tightfit.memory.ledger import Ledger
 from tightfit.memory.measurement import Measuring, measured, replay_of_history, running_totals
 from tightfit.memory.trace import Allocation
+from tightfit.memory.tracing import Tracer
 from tightfit.prove.measured_run import MeasuredRun, measure_job
 from tightfit.train.loop import run_job
 from tightfit.train.metrics import read_metrics
@@ -47,6 +49,14 @@ def held(ledger: Ledger, component: str, phase: Any, detail: str | None = None) 
         for line in ledger.at(phase, place="host")
         if line.component == component and detail in (None, line.detail)
     )
+
+
+def test_tensors_on_no_device_take_no_memory() -> None:
+    with Tracer() as tracer:
+        shapes = torch.empty(1000, device="meta")
+        tracer.claim([shapes], "weights")
+        made = torch.empty_like(shapes, device="cpu")
+    assert tracer.trace.replay(PlainAllocator(), steps=1).peak_allocated_bytes == made.nbytes
 
 
 def test_states_are_exactly_the_bytes_they_must_be(job: Job, found: MeasuredRun) -> None:

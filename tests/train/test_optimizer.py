@@ -8,6 +8,8 @@ from tightfit.compress.structure.pruning import Sparsity, magnitude
 from tightfit.errors import UserError
 from tightfit.jobs.job import Optimizer
 from tightfit.jobs.levers import Levers
+from tightfit.models.decoder import Decoder
+from tightfit.models.resolve import resolve_spec
 from tightfit.train.optimizer import adamw as optimizer_module
 from tightfit.train.optimizer.adamw import MasterAdamW, decays, global_norm
 from tightfit.train.precision import LossScale
@@ -161,6 +163,14 @@ def test_only_matrices_decay() -> None:
     assert not decays("positions.weight", matrix)
     assert not decays("layers.0.attention.q.bias", vector)
     assert not decays("norm.weight", vector)
+
+
+def test_stacked_biases_of_experts_do_not_decay() -> None:
+    with torch.device("meta"):
+        model = Decoder(resolve_spec("tiny-gpt-oss"))
+    biases = {name for name, parameter in model.named_parameters() if name.endswith("bias")}
+    assert {"layers.0.mlp.experts.gate_bias", "layers.0.mlp.experts.down_bias"} <= biases
+    assert not {name for name, parameter in model.named_parameters() if decays(name, parameter)} & biases
 
 
 def test_global_norm_is_float32_for_half_gradients() -> None:

@@ -211,7 +211,7 @@ class Tracer(TorchDispatchMode):
     def _see(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known or not storage.nbytes():
+        if key in self._known or not storage.nbytes() or tensor.device.type == "meta":  # shapes alone
             return
         self._follow(storage, self._described(storage.nbytes(), func))
 

@@ -80,6 +80,14 @@ def test_rounded_inputs_may_be_multiplied_faster() -> None:
         assert plain.first_token_seconds / packed.first_token_seconds == pytest.approx(times, rel=0.01)
 
 
+def test_attention_is_as_fast_with_rounded_inputs_as_without() -> None:
+    plain, packed = (serving("llama-3.1-8b", "H200", form).rates for form in ("bf16", "w8a8"))
+    assert isinstance(plain, StepRates)
+    assert isinstance(packed, StepRates)
+    assert packed.product_flops > 1.9 * plain.product_flops
+    assert packed.attention_flops == plain.attention_flops
+
+
 def test_a_coded_projection_is_read_as_codes() -> None:
     """Every token reads as many bytes less as it has, and a prompt too, for which layers alone are expanded."""
     spec, layers, coded = preset("llama-3.1-8b"), 3_600_000_000, Scheme(bits=8, group=0)

@@ -121,15 +121,7 @@ class Serving:
         flops = 2 * layer_params(self.spec) * self.length
         if isinstance(rates := self.rates, CpuStepRates):
             return flops / rates.product_flops
-        products = flops / (self._product_tflop_s * 1e12 * MEASURED.matmul)
-        return max(products, replace(self, requests=1, length=1).token_seconds)
-
-    @property
-    def _product_tflop_s(self) -> float:
-        """Peak of the fastest products for these weights: of 8-bit numbers if activations are quantized too."""
-        rates, scheme = self.machine.accelerator.rates, self._scheme
-        narrow = () if scheme is None or scheme.activations is None else (rates.fp8, rates.int8)
-        return max(rate for rate in (rates.bf16, rates.fp16, rates.fp32, *narrow) if rate is not None)
+        return max(flops / rates.product_flops, replace(self, requests=1, length=1).token_seconds)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -149,13 +141,16 @@ class Serving:
         """The measured or assumed rates of the card."""
         if self.machine.is_cpu:
             return self._cpu_rates
-        peak = self._product_tflop_s * 1e12
-        on_hopper = self._is_on_hopper
-        return StepRates(
-            bytes_per_second=self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
-            product_flops=peak * MEASURED.matmul,
-            attention_flops=peak * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            packed=None if self._scheme is None else PackedProducts.of(self._scheme, on_hopper=on_hopper),
+        card = self.machine.accelerator
+        peaks = [rate for rate in (card.rates.bf16, card.rates.fp16, card.rates.fp32) if rate is not None]
+        narrow_peaks = [rate for rate in (card.rates.fp8, card.rates.int8) if rate is not None]
+        return StepRates.of(
+            bytes_per_second=card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
+            product_flops=max(peaks) * 1e12 * MEASURED.matmul,
+            narrow_flops=max(peaks + narrow_peaks) * 1e12 * MEASURED.matmul,
+            attention_flops=max(peaks) * 1e12 * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
+            scheme=self._scheme,
+            on_hopper=self._is_on_hopper,
             head_bytes=None if self._coded_head is None else self._coded_head.bytes,
         )
 

@@ -89,21 +89,17 @@ class RankRunner:
 
     def __init__(self, steps: RankSteps) -> None:
         self.steps, self.cache, self.device = steps, steps.cache, steps.device
-        self._others = _connections(steps.share.spread.ranks)
+        self.others = _connections(steps.share.spread.ranks)
+        """Each of the other ranks ends when its connection is closed, at the latest by the end of this process."""
 
     def logits(self, step: Step) -> Tensor:
         """Logits [R, V] of the step's rows; every rank has stored its keys and values."""
         message = pickle.dumps(_moved(step, torch.device("cpu")))
-        for other in self._others:
+        for other in self.others:
             other.send_bytes(message)
         logits = self.steps.run(step)
         assert logits is not None
         return logits
-
-    def close(self) -> None:
-        """Close the connections, which ends the other ranks."""
-        for other in self._others:
-            other.close()
 
 
 def follow(steps: RankSteps) -> None:

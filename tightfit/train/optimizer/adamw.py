@@ -416,8 +416,11 @@ def _shrink(weights: Sequence[Tensor], copies: Sequence[Tensor] | None, *, by: f
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices only, not to norms, biases, learned positions and learned scales."""
-    return parameter.ndim >= 2 and not name.startswith(("positions.", SCALE_PREFIX))
+    """Whether weight decay applies: to matrices only, not to norms, biases, learned positions and learned scales.
+
+    Biases of experts are stacked, a row for each, and so are known by their names.
+    """
+    return parameter.ndim >= 2 and not name.startswith(("positions.", SCALE_PREFIX)) and not name.endswith("bias")
 
 
 def global_norm(gradients: Iterable[Tensor]) -> Tensor:
