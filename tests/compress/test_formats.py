@@ -111,6 +111,43 @@ def test_transformers_expands_what_compressed_tensors_cannot_load_packed() -> No
     assert "dequantize" not in form.config({"m": uneven, "n": rounded}, [])
 
 
+def test_groups_with_zero_points_are_blocks_beside_other_codes() -> None:
+    """With a byte a zero point, as compressed-tensors writes and loads blocks; alone they are groups."""
+    uneven, wide = Scheme(bits=4, group=32, symmetric=False), Scheme(bits=8, group=0)
+    coded = fit_grid(weight(), uneven).code(weight())
+    assert coded.zero is not None
+    form = CompressedTensors().arranged_for([uneven, wide])
+    config = json.loads(json.dumps(form.config({"m": uneven, "n": wide}, [])))
+    described = config["config_groups"]["group_0"]["weights"]
+    assert (described["strategy"], described["block_structure"], described["group_size"]) == ("block", [1, 32], None)
+    assert "dequantize" not in config
+    assert (form.scheme(config, "m"), form.scheme(config, "n")) == (uneven, wide)
+    made = form.encode(coded)
+    assert torch.equal(made["weight_zero_point"], (coded.zero - 8).to(torch.int8))
+    assert torch.equal(form.read(made, uneven, "m").dequantize(), coded.dequantize())
+    with pytest.raises(UserError, match="1, 1"):
+        form.read(made | {"weight_zero_point": made["weight_zero_point"][:1, :1]}, uneven, "m")
+    described["block_structure"] = [2, 32]
+    with pytest.raises(UserError, match=r"'block' \[2, 32\]; group, channel, tensor and blocks of one row are read"):
+        form.scheme(config, "m")
+    for others in ([uneven], [uneven, Scheme(bits=4, group=0, symmetric=False)], [wide, Scheme(bits=4, group=32)]):
+        assert not CompressedTensors().arranged_for(others).blocks
+
+
+def test_what_transformers_does_not_load_is_known() -> None:
+    form, even, fp8 = CompressedTensors(), Scheme(bits=4, group=32), Scheme(kind="fp8", bits=8, group=0)
+    uneven, rows = Scheme(bits=4, group=32, symmetric=False), Scheme(bits=4, group=0, symmetric=False)
+    some, more = "layers.0.mlp.experts.0.up_proj", "layers.0.mlp.experts.1.up_proj"
+    assert not form.transformers_limit({"m": rows, "n": rows}, ["o"])
+    assert not form.transformers_limit({"m": uneven, "n": even}, [])
+    assert not form.transformers_limit({"m": uneven, some: even, more: even}, [])
+    assert not form.transformers_limit({"m": fp8}, [some, more])
+    assert "rows with a zero point" in form.transformers_limit({"m": rows, "n": uneven}, [])
+    assert "experts have zero points" in form.transformers_limit({some: uneven, more: uneven}, [])
+    for schemes, plain in (({some: even, more: fp8}, []), ({some: even}, [more]), ({"m": even}, [some, more])):
+        assert "experts are not all coded" in form.transformers_limit(schemes, plain)
+
+
 def test_nf4_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(weight(), blocksize=64, quant_type="nf4", compress_statistics=True)

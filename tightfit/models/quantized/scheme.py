@@ -14,6 +14,7 @@ where they are `static` with one scale for all, from calibration, which files st
 A matrix is [outputs, inputs]; a group is `group` consecutive inputs of one output. Nothing here imports torch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -168,3 +169,15 @@ class Scheme:
             return f"{self.kind}{rounded}"
         span = f"g{self.group}" if self.group > 0 else ("per channel" if self.group == 0 else "per tensor")
         return f"int{self.bits} {span}{'' if self.symmetric else ' asym'}{rounded}"
+
+
+def needs_blocks(schemes: Iterable[Scheme]) -> bool:
+    """Whether transformers loads these codes of one directory only if asymmetric groups are blocks of one row.
+
+    compressed-tensors 0.20 loads no zero points that are packed, as those of groups and rows are: transformers 5.23 has
+    to expand such weights while it loads them, and does so by one scheme for all. Zero points of blocks are not packed:
+    they take a byte each in files too. Rows stay as they are, as the width of a block would be theirs.
+    """
+    known = set(schemes)
+    spans = [scheme.group for scheme in known if scheme.kind == "int" and not scheme.symmetric and scheme.group >= 0]
+    return len(known) > 1 and bool(spans) and min(spans) > 0

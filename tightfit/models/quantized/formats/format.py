@@ -39,6 +39,15 @@ class FileFormat(ABC):
     def refuse(self, scheme: Scheme) -> str | None:
         """Why it cannot hold codes of this scheme, or None if it can."""
 
+    def arranged_for(self, schemes: Iterable[Scheme]) -> "FileFormat":
+        """This layout as it holds codes of all these schemes in one directory."""
+        return self
+
+    def transformers_limit(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> str:
+        """Why transformers does not load these quantized and these `plain` modules from it; empty where nothing is
+        known against it."""
+        return ""
+
     def refuse_module(self, module: str) -> str | None:
         """Why it cannot hold this module, however that is coded, or None if it can."""
         return None
