@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.compress.conftest import SPEC, random_model
 from tests.compress.test_compression import logits, run
 from tests.covering import sampled
 from tightfit.compress.conversion import convert
@@ -24,6 +26,8 @@ from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.saving import write_model
+from tightfit.models.text.tokenizer import Tokenizer
 
 PAIRS: list[tuple[FileFormat, Scheme]] = [
     (Gptq(), Scheme(bits=4, group=32, symmetric=False)),
@@ -235,6 +239,33 @@ def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, t
     run(tiny, tmp_path / "small", recipe_of("nf4"), text, token_cache)
     with pytest.raises(UserError, match="cannot hold"):
         convert(str(tmp_path / "small"), tmp_path / "other", "awq")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_conversion_makes_no_weight_infinite(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """Norms and embeddings of other programs' directories may be bf16; those of conversions are float16."""
+    small = tmp_path / "small"
+    run(tiny, small, recipe_of("rtn", bits=4, group=32), text, token_cache)
+    (small / "checksums.json").unlink()
+    shard = next(path for path in sorted(small.glob("*.safetensors")) if "model.norm.weight" in load_file(path))
+    tensors = load_file(shard)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(torch.bfloat16) * 1e5}, shard)
+    with pytest.raises(UserError, match=r"model\.norm\.weight of .*small has a weight of .*, which no float16 can be"):
+        convert(str(small), tmp_path / "other", "gptq")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_conversion_names_the_matrix_that_does_not_fit(
+    text: Path, tokenizer: Tokenizer, token_cache: Path, tmp_path: Path
+) -> None:
+    """Before anything is written, as compressing into that layout does."""
+    uneven = replace(SPEC, head_dim=10, heads=2, kv_heads=2)  # 20 outputs
+    (tmp_path / "uneven").mkdir()
+    write_model(tmp_path / "uneven", random_model(uneven), tokenizer)
+    run(tmp_path / "uneven", tmp_path / "small", recipe_of("rtn", bits=4, group=4), text, token_cache)
+    for form in ("gptq", "awq"):
+        with pytest.raises(UserError, match=r"layers\.0\.self_attn\.[qkv]_proj cannot be written in the .* format"):
+            convert(str(tmp_path / "small"), tmp_path / "other", form)
 
 
 @pytest.mark.parametrize("scheme", [NF4_SCHEME, INT8_SCHEME], ids=Scheme.describe)
