@@ -1,8 +1,9 @@
 """Public layouts: what we write in one comes back from it, and other programs' own code reads the same weights."""
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,45 @@ def test_tensors_that_do_not_belong_together_are_a_sentence(
     save_file(tensors | {one: change(tensors[one]).contiguous()}, shard)
     with pytest.raises(UserError, match=one.removesuffix(f".{suffix}")):
         load_model(str(small))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"group": float("nan")}, "group = nan"),
+        ({"bits": "3"}, "bits = '3'"),
+        ({"outliers": 1}, "outliers = 1"),
+        ({"outliers": False}, "has plain scales and no outliers by config.json, and others in its files"),
+        ({"activations": ["int8"]}, "unknown"),
+        ({"kind": {}}, "kind = {}"),
+        ({"shape": 3}, "by shape; a newer tightfit may read it"),
+    ],
+)
+def test_descriptions_of_our_own_layout_are_checked(change: dict[str, object], said: str) -> None:
+    form, scheme = Own(), Scheme(bits=3, group=16, symmetric=False, outliers=True)
+    described = {"modules": {"m": {**asdict(scheme), **change}}}
+    tensors = {"weight_packed": torch.zeros(16, 3, dtype=torch.int32), "weight_shape": torch.tensor([16, 32])}
+    tensors |= {"weight_scale_codes": torch.zeros(1, 2, dtype=torch.int32), "outlier_starts": torch.zeros(17).int()}
+    with pytest.raises(UserError, match=re.escape(said)):
+        form.read(tensors, form.scheme(described, "m"), "m")
+
+
+def test_codes_that_are_no_matrix_are_a_sentence() -> None:
+    form, scheme = CompressedTensors(), Scheme(kind="fp8", bits=8, group=0)
+    made = form.encode(fit_grid(weight(), scheme).code(weight()))
+    with pytest.raises(UserError, match=r"m has codes of shape \[8192\] and scales of shape \[64, 1\]"):
+        form.read(made | {"weight": made["weight"].flatten()}, scheme, "m")
+    config = form.config({"m": scheme}, [])
+    config["config_groups"]["group_0"]["weights"]["strategy"] = ["channel"]
+    with pytest.raises(UserError, match="scales weights by \\['channel'\\]; group, channel"):
+        form.scheme(config, "m")
+
+
+def test_zero_points_of_our_own_layout_are_missed() -> None:
+    scheme = Scheme(bits=5, group=32, symmetric=False)
+    made = Own().encode(fit_grid(weight(), scheme).code(weight()))
+    with pytest.raises(UserError, match="m has no weight_zero"):
+        Own().read({name: tensor for name, tensor in made.items() if name != "weight_zero"}, scheme, "m")
 
 
 def test_models_that_are_rotated_at_run_time_are_refused(

@@ -4,6 +4,7 @@ Configs of other programs are checked as they are read: a UserError names the fi
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from tightfit.bounded_patterns import PatternError, begins_with
@@ -72,12 +73,12 @@ def _own(config: Config, module: str) -> Scheme:
     known = wanted(config, "modules", dict, "tightfit").get(module)
     if not isinstance(known, dict):
         raise UserError(f"quantization_config says nothing of {module}, though it is quantized")
-    try:
-        return Scheme(**known)
-    except TypeError:
-        raise UserError(
-            f"quantization_config describes {module} by {sorted(known)}; a newer tightfit may read it"
-        ) from None
+    kinds = {each.name: type(each.default) for each in fields(Scheme)}
+    if strange := sorted(known.keys() - kinds):
+        raise UserError(f"quantization_config describes {module} by {', '.join(strange)}; a newer tightfit may read it")
+    for name in known.keys() - {"activations"}:
+        wanted(known, name, kinds[name], module)
+    return Scheme(**known)
 
 
 def _compressed_tensors(config: Config, module: str) -> Scheme:
@@ -131,7 +132,7 @@ def _config_group(group: Config) -> Scheme:
         "channel": 0,
         "tensor": -1,
     }
-    if strategy not in spans or not isinstance(spans[strategy], int):
+    if not isinstance(strategy, str) or not isinstance(spans.get(strategy), int):
         raise UserError(
             f"quantization_config scales weights by {_told(weights)}; group, channel, tensor and blocks of one row are "
             "read"

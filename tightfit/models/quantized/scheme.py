@@ -16,7 +16,7 @@ A matrix is [outputs, inputs]; a group is `group` consecutive inputs of one outp
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tightfit.errors import UserError
 
@@ -70,6 +70,9 @@ class Scheme:
             )
         if self.kind != "int" and not self.symmetric:
             raise UserError(f"{self.kind} numbers are symmetric about zero; only integers can have a zero point")
+        if self.activations not in (None, *get_args(Activations)):
+            known = ", ".join(get_args(Activations))
+            raise UserError(f"activations are {self.activations!r}, which is unknown; use one of {known}, or none")
         if self.activations is not None and (self.bits != 8 or self.group > 0 or not self.symmetric):
             weights = f"bits {self.bits}, group {self.group}{', symmetric' * self.symmetric}"
             raise UserError(

@@ -86,6 +86,9 @@ class FileFormat(ABC):
             raise UserError(
                 f"the tensors of {module} do not make up a {scheme.describe()} matrix ({why}); {AGAIN}"
             ) from error
+        if weight.codes.ndim != 2 or weight.scale.ndim != 2:
+            told = f"codes of shape {list(weight.codes.shape)} and scales of shape {list(weight.scale.shape)}"
+            raise UserError(f"{module} has {told}, which make no matrix; {AGAIN}")
         if not bool(weight.scale.isfinite().all()):
             raise UserError(f"{module} has scales that are no numbers; {AGAIN}")
         if weight.zero is not None and weight.zero.shape != weight.scale.shape:
