@@ -1,7 +1,9 @@
 """Public layouts: what we write in one comes back from it, and other programs' own code reads the same weights."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.compress.conftest import SPEC, random_model
 from tests.compress.test_compression import logits, run
 from tests.covering import sampled
 from tightfit.compress.conversion import convert
@@ -24,6 +27,8 @@ from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.quantized.formats.own import Own
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.saving import write_model
+from tightfit.models.text.tokenizer import Tokenizer
 
 PAIRS: list[tuple[FileFormat, Scheme]] = [
     (Gptq(), Scheme(bits=4, group=32, symmetric=False)),
@@ -111,6 +116,43 @@ def test_transformers_expands_what_compressed_tensors_cannot_load_packed() -> No
     assert "dequantize" not in form.config({"m": uneven, "n": rounded}, [])
 
 
+def test_groups_with_zero_points_are_blocks_beside_other_codes() -> None:
+    """With a byte a zero point, as compressed-tensors writes and loads blocks; alone they are groups."""
+    uneven, wide = Scheme(bits=4, group=32, symmetric=False), Scheme(bits=8, group=0)
+    coded = fit_grid(weight(), uneven).code(weight())
+    assert coded.zero is not None
+    form = CompressedTensors().arranged_for([uneven, wide])
+    config = json.loads(json.dumps(form.config({"m": uneven, "n": wide}, [])))
+    described = config["config_groups"]["group_0"]["weights"]
+    assert (described["strategy"], described["block_structure"], described["group_size"]) == ("block", [1, 32], None)
+    assert "dequantize" not in config
+    assert (form.scheme(config, "m"), form.scheme(config, "n")) == (uneven, wide)
+    made = form.encode(coded)
+    assert torch.equal(made["weight_zero_point"], (coded.zero - 8).to(torch.int8))
+    assert torch.equal(form.read(made, uneven, "m").dequantize(), coded.dequantize())
+    with pytest.raises(UserError, match="1, 1"):
+        form.read(made | {"weight_zero_point": made["weight_zero_point"][:1, :1]}, uneven, "m")
+    described["block_structure"] = [2, 32]
+    with pytest.raises(UserError, match=r"'block' \[2, 32\]; group, channel, tensor and blocks of one row are read"):
+        form.scheme(config, "m")
+    for others in ([uneven], [uneven, Scheme(bits=4, group=0, symmetric=False)], [wide, Scheme(bits=4, group=32)]):
+        assert not CompressedTensors().arranged_for(others).blocks
+
+
+def test_what_transformers_does_not_load_is_known() -> None:
+    form, even, fp8 = CompressedTensors(), Scheme(bits=4, group=32), Scheme(kind="fp8", bits=8, group=0)
+    uneven, rows = Scheme(bits=4, group=32, symmetric=False), Scheme(bits=4, group=0, symmetric=False)
+    some, more = "layers.0.mlp.experts.0.up_proj", "layers.0.mlp.experts.1.up_proj"
+    assert not form.transformers_limit({"m": rows, "n": rows}, ["o"])
+    assert not form.transformers_limit({"m": uneven, "n": even}, [])
+    assert not form.transformers_limit({"m": uneven, some: even, more: even}, [])
+    assert not form.transformers_limit({"m": fp8}, [some, more])
+    assert "rows with a zero point" in form.transformers_limit({"m": rows, "n": uneven}, [])
+    assert "experts have zero points" in form.transformers_limit({some: uneven, more: uneven}, [])
+    for schemes, plain in (({some: even, more: fp8}, []), ({some: even}, [more]), ({"m": even}, [some, more])):
+        assert "experts are not all coded" in form.transformers_limit(schemes, plain)
+
+
 def test_nf4_of_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = functional.quantize_4bit(weight(), blocksize=64, quant_type="nf4", compress_statistics=True)
@@ -171,6 +213,45 @@ def test_tensors_that_do_not_belong_together_are_a_sentence(
         load_model(str(small))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"group": float("nan")}, "group = nan"),
+        ({"bits": "3"}, "bits = '3'"),
+        ({"outliers": 1}, "outliers = 1"),
+        ({"outliers": False}, "has plain scales and no outliers by config.json, and others in its files"),
+        ({"activations": ["int8"]}, "unknown"),
+        ({"kind": {}}, "kind = {}"),
+        ({"shape": 3}, "by shape; a newer tightfit may read it"),
+    ],
+)
+def test_descriptions_of_our_own_layout_are_checked(change: dict[str, object], said: str) -> None:
+    form, scheme = Own(), Scheme(bits=3, group=16, symmetric=False, outliers=True)
+    described = {"modules": {"m": {**asdict(scheme), **change}}}
+    tensors = {"weight_packed": torch.zeros(16, 3, dtype=torch.int32), "weight_shape": torch.tensor([16, 32])}
+    tensors |= {"weight_scale_codes": torch.zeros(1, 2, dtype=torch.int32), "outlier_starts": torch.zeros(17).int()}
+    with pytest.raises(UserError, match=re.escape(said)):
+        form.read(tensors, form.scheme(described, "m"), "m")
+
+
+def test_codes_that_are_no_matrix_are_a_sentence() -> None:
+    form, scheme = CompressedTensors(), Scheme(kind="fp8", bits=8, group=0)
+    made = form.encode(fit_grid(weight(), scheme).code(weight()))
+    with pytest.raises(UserError, match=r"m has codes of shape \[8192\] and scales of shape \[64, 1\]"):
+        form.read(made | {"weight": made["weight"].flatten()}, scheme, "m")
+    config = form.config({"m": scheme}, [])
+    config["config_groups"]["group_0"]["weights"]["strategy"] = ["channel"]
+    with pytest.raises(UserError, match="scales weights by \\['channel'\\]; group, channel"):
+        form.scheme(config, "m")
+
+
+def test_zero_points_of_our_own_layout_are_missed() -> None:
+    scheme = Scheme(bits=5, group=32, symmetric=False)
+    made = Own().encode(fit_grid(weight(), scheme).code(weight()))
+    with pytest.raises(UserError, match="m has no weight_zero"):
+        Own().read({name: tensor for name, tensor in made.items() if name != "weight_zero"}, scheme, "m")
+
+
 def test_models_that_are_rotated_at_run_time_are_refused(
     tiny: Path, text: Path, token_cache: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +279,33 @@ def test_conversions_that_cannot_be(tiny: Path, text: Path, token_cache: Path, t
     run(tiny, tmp_path / "small", recipe_of("nf4"), text, token_cache)
     with pytest.raises(UserError, match="cannot hold"):
         convert(str(tmp_path / "small"), tmp_path / "other", "awq")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_conversion_makes_no_weight_infinite(tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    """Norms and embeddings of other programs' directories may be bf16; those of conversions are float16."""
+    small = tmp_path / "small"
+    run(tiny, small, recipe_of("rtn", bits=4, group=32), text, token_cache)
+    (small / "checksums.json").unlink()
+    shard = next(path for path in sorted(small.glob("*.safetensors")) if "model.norm.weight" in load_file(path))
+    tensors = load_file(shard)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].to(torch.bfloat16) * 1e5}, shard)
+    with pytest.raises(UserError, match=r"model\.norm\.weight of .*small has a weight of .*, which no float16 can be"):
+        convert(str(small), tmp_path / "other", "gptq")
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_a_conversion_names_the_matrix_that_does_not_fit(
+    text: Path, tokenizer: Tokenizer, token_cache: Path, tmp_path: Path
+) -> None:
+    """Before anything is written, as compressing into that layout does."""
+    uneven = replace(SPEC, head_dim=10, heads=2, kv_heads=2)  # 20 outputs
+    (tmp_path / "uneven").mkdir()
+    write_model(tmp_path / "uneven", random_model(uneven), tokenizer)
+    run(tmp_path / "uneven", tmp_path / "small", recipe_of("rtn", bits=4, group=4), text, token_cache)
+    for form in ("gptq", "awq"):
+        with pytest.raises(UserError, match=r"layers\.0\.self_attn\.[qkv]_proj cannot be written in the .* format"):
+            convert(str(tmp_path / "small"), tmp_path / "other", form)
 
 
 @pytest.mark.parametrize("scheme", [NF4_SCHEME, INT8_SCHEME], ids=Scheme.describe)

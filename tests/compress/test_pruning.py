@@ -131,7 +131,7 @@ def test_what_is_refused(tiny: Path, text: Path, token_cache: Path, tmp_path: Pa
         ("wanda", {"sparsity": 1.5}, "between 0 and 1"),
         ("wanda", {"pattern": "2:48"}, "no whole groups"),
         ("wanda", {"bits": 4}, "add a coding"),
-        ("gptq", {"pattern": "2:4"}, "belong to pruning"),
+        ("gptq", {"pattern": "2:4"}, "--pattern would prune; put one of"),
         ("wanda+binary", {"group": 32}, "no code for zero"),
     ):
         with pytest.raises(UserError, match=said):

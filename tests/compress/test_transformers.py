@@ -5,6 +5,7 @@ are, these run.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tests.compress.conftest import random_model
 from tests.compress.test_compression import FAMILIES, TOKENS, logits, run
-from tightfit.compress.recipe import recipe_of
+from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.models.loading import load_model
 from tightfit.models.saving import write_model
 from tightfit.models.text.tokenizer import Tokenizer
@@ -26,6 +27,11 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "compressed-tensors head in 8 bits": (
         "gptq",
         {"bits": 4, "group": 32, "symmetric": True, "head": 8},
+        "compressed_tensors",
+    ),
+    "compressed-tensors head in 8 bits beside zero points": (
+        "rtn",
+        {"bits": 4, "group": 32, "head": 8},
         "compressed_tensors",
     ),
     "compressed-tensors 3 bits": ("rtn", {"bits": 3, "group": 32}, "compressed_tensors"),
@@ -79,6 +85,45 @@ def test_transformers_computes_the_same(name: str, tiny: Path, text: Path, token
         with torch.no_grad():
             unrounded = load_model(str(tmp_path / "small"), packed=False).model(TOKENS).logits
         assert float((unrounded - theirs).abs().max()) > 5e-3 * float(ours.abs().max())
+
+
+MIXES: dict[str, list[Step]] = {
+    "integers": [
+        Step(method="rtn", bits=4, group=32),
+        Step(method="rtn", bits=3, group=64, layers=("*.down",)),
+        Step(method="rtn", bits=4, group=32, symmetric=True, layers=("*.o",)),
+        Step(method="rtn", bits=8, layers=("*.q",)),
+        Step(method="keep", layers=("layers.1.mlp.up",)),
+    ],
+    "fp8": [Step(method="fp8"), Step(method="rtn", bits=4, group=32, layers=("*.mlp.*",))],
+    "one scale a matrix": [
+        Step(method="rtn", bits=5, group=-1),
+        Step(method="rtn", bits=4, group=32, layers=("*.mlp.*",)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_codes_that_differ_by_layer(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    run(tiny, tmp_path / "small", Recipe(tuple(MIXES[name])), text, token_cache)
+    ours, theirs = logits(tmp_path / "small"), their_logits(tmp_path / "small", torch.float32)
+    assert float((ours - theirs).abs().max()) < 1e-3 * float(ours.abs().max())
+
+
+@pytest.mark.parametrize("others", [4, 8])
+def test_experts_beside_other_codes(
+    others: int, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Whose scheme is that of the first config group which names modules, whatever these are."""
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(FAMILIES["qwen3_moe"]), tokenizer)
+    experts = Step(method="rtn", bits=12 - others, group=8, symmetric=True)
+    recipe = Recipe((experts, replace(experts, bits=others, layers=("*.attention.*",))))
+    run(tmp_path / "model", tmp_path / "small", recipe, text, token_cache)
+    ours, theirs = logits(tmp_path / "small"), their_logits(tmp_path / "small", torch.float32)
+    assert float((ours - theirs).abs().max()) < 1e-3 * float(ours.abs().max())
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq", "fp8"])

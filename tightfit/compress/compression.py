@@ -93,7 +93,8 @@ class _Compression:
         self.config = self._config()  # a result that the format cannot express is refused before any text is read
         self.calibration = job.read_calibration(self.spec) if job.data else None
         writes = self.calibration is None and job.recipe.is_calibrated
-        self.predicted = replace(self._predicted(writes=writes).after(job.measuring), kl=job.expected_kl)
+        cost = self._predicted(writes=writes).after(job.measuring)
+        self.predicted = replace(cost, kl=job.expected_kl, transformers_limit=self._transformers_limit())
         announce(self.predicted)
         if writes:
             self.calibration = job.read_calibration(self.spec)
@@ -158,6 +159,9 @@ class _Compression:
         self.form.check(theirs)
         self.form.check_shapes(theirs, module_shapes(self.written_spec))
         return {**config, "quantization_config": self.form.config(theirs, plain)}
+
+    def _transformers_limit(self) -> str:
+        return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes)) if self.schemes else ""
 
     def run(self, progress: Progress) -> CompressionReport:
         with self.directory:

@@ -14,13 +14,14 @@ from tightfit.models.files.checksums import write_checksums
 from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.weights import INDEX_FILE
 from tightfit.models.loading import find_source_tokenizer, source_spec, verify_weights, weights_path
-from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized
+from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized, module_shapes
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.resolve import read_config
-from tightfit.models.saving import Export, writing_new
+from tightfit.models.saving import Export, require_float16_tensor, writing_new
 
 SHARD_BYTES = 2 * 10**9
+WIDEN = "export it as bf16 or fp32 (--format hf), and compress that"
 
 
 def convert(source: str, target: Path, form_name: str) -> Export:
@@ -34,6 +35,7 @@ def convert(source: str, target: Path, form_name: str) -> Export:
     schemes = {module: files.scheme(module) for module in sorted(files.modules)}
     form = choose_format(schemes, form_name, Recipe(()))
     form = _with_order(form, files)
+    form.check_shapes(schemes, module_shapes(files.spec))
     plain = sorted(
         name.removesuffix(".weight")
         for link, name in files.tensor_maps
@@ -68,7 +70,9 @@ def _write(folder: Path, files: QuantizedDirectory, form: FileFormat) -> None:
             module = name.removesuffix(".weight")
             held |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
         else:
-            held[name] = files.plain(link, name).to(torch.float16)
+            plain = files.plain(link, name)
+            require_float16_tensor(name, plain, str(files.path), WIDEN)
+            held[name] = plain.to(torch.float16)
         if sum(tensor.nbytes for tensor in held.values()) > SHARD_BYTES:
             shards.append(_save(folder, len(shards), held))
             held = {}

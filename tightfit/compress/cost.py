@@ -6,8 +6,8 @@
 | memory | the largest phase of the ledger (memory.py) |
 | arithmetic | per token: every layer's forward pass 4.5 times (two whole, four parts), x xᵀ of every set's inputs |
 
-Bytes of the result are exact but for the number of outliers that SpQR finds, file headers, and shapes that some layouts
-store; gptq and awq pack scales and zero points a little differently. Nothing here imports torch.
+Bytes of the result are exact in compressed-tensors but for the number of outliers that SpQR finds, file headers, and
+shapes; other layouts pack scales and zero points a little differently. Nothing here imports torch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from tightfit.compress.recipe import Recipe, Step
 from tightfit.errors import UserError
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.matrices import HEAD, codable, matrices
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.quantized.scheme import Scheme, needs_blocks
 from tightfit.models.spec import ModelSpec
 
 FORWARD_PASSES = 4.5
@@ -46,6 +46,8 @@ class CompressionCost:
     """The calibration rows in a few words."""
     kl: float | None = None
     """KL(original ‖ compressed), nats a token, on some calibration rows; only `--fit` predicts it."""
+    transformers_limit: str = ""
+    """Why transformers does not load the result, where that is known."""
 
     def after(self, measuring: Ledger | None) -> "CompressionCost":
         """This cost with the phases of the ledger `measuring`, which ran before in the same process."""
@@ -100,13 +102,14 @@ def predict(spec: ModelSpec, recipe: Recipe, rows: int, length: int, *, writing_
     """
     chosen, shapes = schemes(spec, recipe), codable(spec)
     coded = weights = tables = 0
+    stored_bytes = Scheme.held_bytes if needs_blocks(chosen.values()) else Scheme.weight_bytes
     for name, scheme in chosen.items():
         count, outputs, inputs = shapes[name]
         step = recipe.coding(name)
         outliers = 0
         if step is not None and scheme.outliers:
             outliers = int(step.outlier_share * outputs * inputs * OUTLIER_BYTES) + START_BYTES * (outputs + 1)
-        coded += count * (scheme.weight_bytes(outputs, inputs) + outliers)
+        coded += count * (stored_bytes(scheme, outputs, inputs) + outliers)
         tables += count * TABLE_BYTES * (scheme.kind == "nf4")
         weights += count * outputs * inputs
     head = spec.vocabulary_params if spec.tied and unties(recipe) else 0

@@ -24,7 +24,7 @@ def choose_format(schemes: Mapping[str, Scheme], wanted: str | None, recipe: Rec
         form = Gptq(reordered=reordered) if name == "gptq" else FORMATS[name]()
         if wanted is not None or all(form.refuse(scheme) is None for scheme in schemes.values()):
             form.check(schemes)
-            return form
+            return form.arranged_for(schemes.values())
     told = " and ".join(sorted({scheme.describe() for scheme in schemes.values()}))
     raise UserError(f"no file format holds {told} together; use one kind of numbers for all layers")
 

@@ -288,7 +288,7 @@ def recipe_of(method: str, **options: Any) -> Recipe:
     head = given.pop("head", None)
     sparse = {name: given.pop(name) for name in PRUNING_OPTIONS if name in given}
     if sparse and not set(names) & set(PRUNING):
-        raise UserError(f"{' and '.join(sparse)} belong to pruning; put one of {', '.join(PRUNING)} into --method")
+        raise UserError(f"--{' and --'.join(sparse)} would prune; put one of {', '.join(PRUNING)} into --method")
     if names[-1] in PRUNING and given.keys() & {"bits", "group", "symmetric", "activations", "static"}:
         raise UserError(f"--method {method} ends in pruning, which has no bits; add a coding, as {method}+gptq")
     last = len(names) - 1

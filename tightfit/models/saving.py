@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tightfit.durable import durable_directory, require_new
 from tightfit.errors import UserError
@@ -82,9 +83,14 @@ def export_model(
 def require_float16(model: Decoder, source: str, remedy: str) -> None:
     """Refuse weights that float16 cannot hold, in which they or the scales of their codes are to be written."""
     for name, tensor in model.state_dict().items():
-        for end in torch.aminmax(tensor):  # both are NaN where anything is
-            if not end.abs() <= torch.finfo(torch.float16).max:
-                raise UserError(f"{name} of {source} has a weight of {float(end):g}, which no float16 can be; {remedy}")
+        require_float16_tensor(name, tensor, source, remedy)
+
+
+def require_float16_tensor(name: str, tensor: Tensor, source: str, remedy: str) -> None:
+    """Refuse one tensor that float16 cannot hold."""
+    for end in torch.aminmax(tensor):  # both are NaN where anything is
+        if not end.abs() <= torch.finfo(torch.float16).max:
+            raise UserError(f"{name} of {source} has a weight of {float(end):g}, which no float16 can be; {remedy}")
 
 
 def export_adapter(source: str, target: Path, *, verified: bool = True) -> Export:

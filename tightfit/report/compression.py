@@ -62,6 +62,8 @@ class CompressionProgress:
         if cost.calibration:
             self.say(f"layers are looked at with {cost.calibration}")
         self.say(_quality_to_come(cost))
+        if cost.transformers_limit:
+            self.say(f"tightfit will load it, transformers 5.23 not: {cost.transformers_limit}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

@@ -225,7 +225,9 @@ def _indexed(index: Path) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     for name, file in names.items():
         if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file) or file.startswith("."):
-            raise UserError(f"{index} says {name} is in {file!r}; that must be a .safetensors file beside the index")
+            raise UserError(
+                f"{index} says {name} is in {file!r:.80}; that must be a .safetensors file beside the index"
+            )
         files.setdefault(index.parent / file, []).append(name)
     for path, wanted in files.items():
         with _reading(path) as tensors:
@@ -246,7 +248,7 @@ def _reading(path: Path) -> Iterator[Any]:
             raise UserError(f"{path} may not be read by this user; see who may read it") from None
         raise UserError(f"{path} does not exist; download the model again") from None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); it may be cut short, download it again") from None
+        raise UserError(f"{path} cannot be read ({error!s:.200}); it may be cut short, download it again") from None
 
 
 def _split(

@@ -4,6 +4,7 @@ Configs of other programs are checked as they are read: a UserError names the fi
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from tightfit.bounded_patterns import PatternError, begins_with
@@ -72,12 +73,12 @@ def _own(config: Config, module: str) -> Scheme:
     known = wanted(config, "modules", dict, "tightfit").get(module)
     if not isinstance(known, dict):
         raise UserError(f"quantization_config says nothing of {module}, though it is quantized")
-    try:
-        return Scheme(**known)
-    except TypeError:
-        raise UserError(
-            f"quantization_config describes {module} by {sorted(known)}; a newer tightfit may read it"
-        ) from None
+    kinds = {each.name: type(each.default) for each in fields(Scheme)}
+    if strange := sorted(known.keys() - kinds):
+        raise UserError(f"quantization_config describes {module} by {', '.join(strange)}; a newer tightfit may read it")
+    for name in known.keys() - {"activations"}:
+        wanted(known, name, kinds[name], module)
+    return Scheme(**known)
 
 
 def _compressed_tensors(config: Config, module: str) -> Scheme:
@@ -127,11 +128,15 @@ def _config_group(group: Config) -> Scheme:
     spans: dict[Any, Any] = {
         "group": weights.get("group_size"),
         "tensor_group": weights.get("group_size"),
+        "block": _block_width(weights.get("block_structure")),
         "channel": 0,
         "tensor": -1,
     }
-    if strategy not in spans or not isinstance(spans[strategy], int):
-        raise UserError(f"quantization_config scales weights by {strategy!r}; group, channel and tensor are read")
+    if not isinstance(strategy, str) or not isinstance(spans.get(strategy), int):
+        raise UserError(
+            f"quantization_config scales weights by {_told(weights)}; group, channel, tensor and blocks of one row are "
+            "read"
+        )
     rounding = _input_rounding(inputs) if isinstance(inputs, dict) else {}
     if weights.get("type") == "int":
         symmetric = bool(weights.get("symmetric", True))
@@ -139,6 +144,18 @@ def _config_group(group: Config) -> Scheme:
     if bits == 8:
         return Scheme(kind="fp8", bits=8, group=spans[strategy], **rounding)
     return Scheme(kind="mxfp4" if spans[strategy] == 32 else "nvfp4", bits=4, group=spans[strategy])
+
+
+def _block_width(shape: Any) -> int | None:
+    """Inputs of a block of one row, which is a group; None of other blocks."""
+    width = shape[1] if isinstance(shape, list) and len(shape) == 2 and shape[0] == 1 else None
+    return width if isinstance(width, int) and width > 0 else None
+
+
+def _told(weights: Config) -> str:
+    """The strategy of weights, and the shape of its blocks."""
+    shape = weights.get("block_structure")
+    return f"{weights.get('strategy')!r}" + (f" {shape}" if shape is not None else "")
 
 
 def _input_rounding(inputs: Config) -> dict[str, Any]:

@@ -14,8 +14,9 @@ where they are `static` with one scale for all, from calibration, which files st
 A matrix is [outputs, inputs]; a group is `group` consecutive inputs of one output. Nothing here imports torch.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from tightfit.errors import UserError
 
@@ -74,6 +75,9 @@ class Scheme:
             )
         if self.kind != "int" and not self.symmetric:
             raise UserError(f"{self.kind} numbers are symmetric about zero; only integers can have a zero point")
+        if self.activations not in (None, *get_args(Activations)):
+            known = ", ".join(get_args(Activations))
+            raise UserError(f"activations are {self.activations!r}, which is unknown; use one of {known}, or none")
         if self.activations is not None and (self.bits != 8 or self.group > 0 or not self.symmetric):
             weights = f"bits {self.bits}, group {self.group}{', symmetric' * self.symmetric}"
             raise UserError(
@@ -178,3 +182,15 @@ class Scheme:
             return f"{self.kind}{rounded}"
         span = f"g{self.group}" if self.group > 0 else ("per channel" if self.group == 0 else "per tensor")
         return f"int{self.bits} {span}{'' if self.symmetric else ' asym'}{rounded}"
+
+
+def needs_blocks(schemes: Iterable[Scheme]) -> bool:
+    """Whether transformers loads these codes of one directory only if asymmetric groups are blocks of one row.
+
+    compressed-tensors 0.20 loads no zero points that are packed, as those of groups and rows are: transformers 5.23 has
+    to expand such weights while it loads them, and does so by one scheme for all. Zero points of blocks are not packed:
+    they take a byte each in files too. Rows stay as they are, as the width of a block would be theirs.
+    """
+    known = set(schemes)
+    spans = [scheme.group for scheme in known if scheme.kind == "int" and not scheme.symmetric and scheme.group >= 0]
+    return len(known) > 1 and bool(spans) and min(spans) > 0

@@ -3,7 +3,7 @@
 | format | a module's tensors |
 |---|---|
 | pack-quantized | weight_packed int32 [out, ⌈in · bits / 32⌉], weight_scale [out, groups], weight_shape |
-| | and where asymmetric weight_zero_point int32 [⌈out · bits / 32⌉, groups] |
+| | and where asymmetric weight_zero_point int32 [⌈out · bits / 32⌉, groups], or in blocks int8 [out, groups] |
 | int-quantized, float-quantized | weight int8 or e4m3 [out, in], weight_scale [out, 1]; with rounded activations |
 | | and where these are static input_scale [1] |
 | all of these | with one scale for the tensor weight_scale [1], weight_zero_point int8 [1] less 2^(bits − 1) |
@@ -11,7 +11,8 @@
 | nvfp4-pack-quantized | the same with e4m3 scales, and weight_global_scale, which divides |
 
 Codes of a directory may differ by module: each scheme is a config group with the names of its modules.
-Integers are stored with 2^(bits − 1) added, so that symmetric and asymmetric codes look the same.
+Integers are stored with 2^(bits − 1) added, so that symmetric and asymmetric codes look the same. Asymmetric groups of
+g inputs are groups where they are all there is, and blocks of [1, g] beside other codes (`needs_blocks`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,7 @@ from tightfit.kernels.quantized.packing import pack, pack_nibbles, unpack, unpac
 from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight
 from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.quantized.scheme import Scheme, needs_blocks
 
 EXPONENT_BIAS = 127
 
@@ -54,6 +55,23 @@ class CompressedTensors(FileFormat):
         "weight_global_scale": NUMBERS,
     }
 
+    def __init__(self, *, blocks: bool = False) -> None:
+        self.blocks = blocks
+
+    def arranged_for(self, schemes: Iterable[Scheme]) -> "CompressedTensors":
+        return CompressedTensors(blocks=needs_blocks(schemes))
+
+    def transformers_limit(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> str:
+        experts = {schemes.get(module) for module in (*schemes, *plain) if ".experts." in module}
+        known = set(schemes.values())
+        if len(experts) > 1 or (experts == {None} and known and any(scheme.kind != "fp8" for scheme in known)):
+            return "experts are not all coded, and alike; let one step code all of them"
+        if any(scheme is not None and not scheme.symmetric for scheme in experts):
+            return "experts have zero points; use --symmetric"
+        if len(known) > 1 and any(not scheme.symmetric and scheme.group == 0 for scheme in known):
+            return "rows with a zero point are beside other codes; give them a --group, or use --symmetric"
+        return ""
+
     def refuse(self, scheme: Scheme) -> str | None:
         if scheme.kind in ("nf4", "binary") or scheme.outliers:
             return "it has integers without outliers, 8-bit floats and 4-bit floats"
@@ -74,9 +92,9 @@ class CompressedTensors(FileFormat):
             "weight_scale": _file_scale(weight),
             "weight_shape": torch.tensor(weight.shape),
         }
-        return (
-            tensors if weight.zero is None else tensors | {"weight_zero_point": _file_zero(weight.zero, weight.scheme)}
-        )
+        if weight.zero is None:
+            return tensors
+        return tensors | {"weight_zero_point": _file_zero(weight.zero, weight.scheme, packed=not self.blocks)}
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme, module: str) -> CodedWeight:
         layout, scale = _layout(scheme), stored(tensors, "weight_scale", module)
@@ -105,14 +123,14 @@ class CompressedTensors(FileFormat):
 
     def config(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> dict[str, Any]:
         by_scheme: dict[Scheme, list[str]] = {}
-        for module, scheme in schemes.items():
-            by_scheme.setdefault(scheme, []).append(module)
+        for module in sorted(schemes, key=lambda name: ".experts." not in name):  # transformers 5.23 reads all experts
+            by_scheme.setdefault(schemes[module], []).append(module)  # by the first group that names modules
         layouts = {_layout(scheme) for scheme in by_scheme}
         named = [HEAD_MODULE] if HEAD_MODULE in schemes else []  # for readers to which it is no Linear
         groups = {
             f"group_{i}": {
                 "targets": ["Linear", *named] if len(by_scheme) == 1 else names,
-                "weights": _weights_args(scheme),
+                "weights": _weights_args(scheme, blocks=self.blocks),
                 "input_activations": _activation_args(scheme),
                 "output_activations": None,
                 "format": _layout(scheme),
@@ -126,7 +144,7 @@ class CompressedTensors(FileFormat):
             "config_groups": groups,
             "ignore": sorted({HEAD_MODULE, *plain} - schemes.keys()),
             "kv_cache_scheme": None,
-            **({"dequantize": True} if _needs_expanding(by_scheme) else {}),
+            **({"dequantize": True} if not self.blocks and _needs_expanding(by_scheme) else {}),
         }
 
 
@@ -157,17 +175,19 @@ def _file_scale(weight: CodedWeight) -> Tensor:
     return weight.scale.to(torch.float16) if weight.scheme.group > 0 else weight.scale
 
 
-def _file_zero(zero: Tensor, scheme: Scheme) -> Tensor:
-    """Zero points as files have them: packed along the outputs, but one for the tensor is a number by itself."""
-    if scheme.group < 0:
-        return (zero - scheme.middle).to(torch.int8).reshape(1)
+def _file_zero(zero: Tensor, scheme: Scheme, *, packed: bool) -> Tensor:
+    """Zero points as files have them: packed along the outputs, but of blocks and whole tensors numbers themselves."""
+    if scheme.group < 0 or not packed:
+        numbers = (zero - scheme.middle).to(torch.int8)
+        return numbers.reshape(1) if scheme.group < 0 else numbers
     return pack(zero.T.to(torch.uint8), scheme.bits).T.contiguous()
 
 
 def _read_zero(found: Tensor, scheme: Scheme, outputs: int) -> Tensor:
     """Zero points [outputs, groups], or [1, 1]: the inverse of `_file_zero`."""
-    if scheme.group < 0 and found.dtype == torch.int8 and found.numel() == 1:
-        return found.to(torch.float32).reshape(1, 1) + scheme.middle
+    if found.dtype == torch.int8:
+        numbers = found.to(torch.float32) + scheme.middle
+        return numbers.reshape(1, 1) if found.numel() == 1 else numbers
     rows = outputs if scheme.group >= 0 else 1
     return unpack(found.T.contiguous(), scheme.bits, rows).T.to(torch.float32).contiguous()
 
@@ -176,9 +196,9 @@ def _centred(codes: Tensor, scheme: Scheme) -> Tensor:
     return (codes.to(torch.int16) - scheme.middle).to(torch.int8)
 
 
-def _weights_args(scheme: Scheme) -> dict[str, Any]:
+def _weights_args(scheme: Scheme, *, blocks: bool = False) -> dict[str, Any]:
     strategy = "group" if scheme.group > 0 else ("channel" if scheme.group == 0 else "tensor")
-    config = {
+    config: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "int" if scheme.kind == "int" else "float",
         "symmetric": scheme.symmetric,
@@ -186,6 +206,8 @@ def _weights_args(scheme: Scheme) -> dict[str, Any]:
         "group_size": scheme.group if scheme.group > 0 else None,
         "dynamic": False,
     }
+    if blocks and scheme.group > 0 and not scheme.symmetric:
+        config |= {"strategy": "block", "group_size": None, "block_structure": [1, scheme.group]}
     types = {"mxfp4": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
     return config | ({"scale_dtype": types[scheme.kind]} if scheme.kind in types else {})
 

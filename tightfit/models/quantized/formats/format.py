@@ -39,6 +39,15 @@ class FileFormat(ABC):
     def refuse(self, scheme: Scheme) -> str | None:
         """Why it cannot hold codes of this scheme, or None if it can."""
 
+    def arranged_for(self, schemes: Iterable[Scheme]) -> "FileFormat":
+        """This layout as it holds codes of all these schemes in one directory."""
+        return self
+
+    def transformers_limit(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> str:
+        """Why transformers does not load these quantized and these `plain` modules from it; empty where nothing is
+        known against it."""
+        return ""
+
     def refuse_module(self, module: str) -> str | None:
         """Why it cannot hold this module, however that is coded, or None if it can."""
         return None
@@ -77,6 +86,9 @@ class FileFormat(ABC):
             raise UserError(
                 f"the tensors of {module} do not make up a {scheme.describe()} matrix ({why}); {AGAIN}"
             ) from error
+        if weight.codes.ndim != 2 or weight.scale.ndim != 2:
+            told = f"codes of shape {list(weight.codes.shape)} and scales of shape {list(weight.scale.shape)}"
+            raise UserError(f"{module} has {told}, which make no matrix; {AGAIN}")
         if not bool(weight.scale.isfinite().all()):
             raise UserError(f"{module} has scales that are no numbers; {AGAIN}")
         if weight.zero is not None and weight.zero.shape != weight.scale.shape:

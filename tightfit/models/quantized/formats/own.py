@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit.errors import UserError
 from tightfit.kernels.quantized.packing import pack, unpack
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
-from tightfit.models.quantized.formats.format import NUMBERS, SIZES, WORDS, FileFormat, stored
+from tightfit.models.quantized.formats.format import AGAIN, NUMBERS, SIZES, WORDS, FileFormat, stored
 from tightfit.models.quantized.scheme import Scheme
 
 SUPER = 16
@@ -79,12 +79,15 @@ class Own(FileFormat):
         if tuple(words.shape) != (outputs, -(-inputs * scheme.bits // 32)):
             raise UserError(f"{module} has {list(words.shape)} words for {outputs} × {inputs} codes")
         coded = {name: t for name, t in tensors.items() if name.endswith(("_codes", "_range"))}
+        if (bool(coded), "outlier_starts" in tensors) != (scheme.outliers, scheme.outliers):
+            told = "coded scales and outliers" if scheme.outliers else "plain scales and no outliers"
+            raise UserError(f"{module} has {told} by config.json, and others in its files; {AGAIN}")
         if coded:
             scale = coded_statistic(coded, "scale", outputs)
             zero: Tensor | None = coded_statistic(coded, "zero", outputs)
         else:
             scale = stored(tensors, "weight_scale", module).to(torch.float32)
-            zero = tensors["weight_zero"].to(torch.float32) if "weight_zero" in tensors else None
+            zero = None if scheme.symmetric else stored(tensors, "weight_zero", module).to(torch.float32)
         outliers = None
         if "outlier_starts" in tensors:
             parts = [stored(tensors, f"outlier_{name}", module) for name in ("starts", "columns", "values")]

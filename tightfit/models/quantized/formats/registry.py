@@ -19,7 +19,7 @@ def format_of(config: Config, source: str) -> FileFormat:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise UserError(
-            f"{source} is quantized by {method!r}, which is not read; layouts that are: {', '.join(FORMATS)}, GGUF"
+            f"{source} is quantized by {method!r:.80}, which is not read; layouts that are: {', '.join(FORMATS)}, GGUF"
         )
     if method == "gptq":
         return Gptq(zeros_minus_one=config.get("checkpoint_format", "gptq") != "gptq_v2")
