@@ -64,6 +64,7 @@ def test_a_dry_run_says_that_levers_will_be_fitted(job_file: Path, tightfit: Any
     """`--fit` beside it was passed over."""
     made = tightfit("train", job_file, "-o", f"output={tmp_path / 'other'}", "--dry-run", "--fit")
     assert (made.code, "chosen at the start (fit)" in made.out) == (0, True), made.err
+    assert "1 rank on cpu: the CPU, micro-batch" in made.out
 
 
 def test_train_fields(tightfit: Any) -> None:
@@ -189,6 +190,7 @@ def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Pat
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([5])
     assert tightfit("export", run, tmp_path / "model.gguf", "--dtype", "fp32").code == 0
     assert (tmp_path / "model.gguf").read_bytes()[:4] == b"GGUF"
+    assert tightfit("models", tmp_path / "model.gguf", "--json").json["params"] == made.json["params"]
     sampled = [
         tightfit("sample", source, "-p", "the quick", "-t", 0, "-n", 8, "--json").json
         for source in (run, tmp_path / "hf", tmp_path / "model.gguf")
@@ -339,6 +341,14 @@ def test_help_says_what_was_written(verb: str, tightfit: Any) -> None:
     assert made.code == 0
     strange = [letter for letter in made.out if ord(letter) > 127 and unicodedata.category(letter) == "So"]
     assert [letter for letter in strange if letter not in "─│╭╮╰╯"] == []
+
+
+def test_help_wraps_at_the_width_of_the_terminal() -> None:
+    """The formatter keeps line breaks, so prose has none; examples, after \\b, have."""
+    for command in cli.app.registered_commands:
+        paragraphs = (command.help or "").split("\n\n")
+        assert paragraphs[0]
+        assert [each for each in paragraphs if "\n" in each and not each.startswith("\b")] == []
 
 
 def test_usage_errors_exit_with_2(tightfit: Any) -> None:

@@ -55,6 +55,8 @@ def test_chips_that_share_their_memory_have_no_other(card: str) -> None:
         ("-2xH100-80GB", None, ["-2 GPUs"]),
         ("", None, ["8xV100-32GB"]),
         ("8", None, ["'8'"]),
+        ("3060", None, ["'3060'", "did you mean RTX3060-12GB"]),
+        ("2x4090", None, ["'2x4090'", "did you mean RTX4090-24GB"]),
         ("8xx8xT4", None, ["x8xT4", "T4-16GB"]),
         ("9999999xT4", None, ["at most"]),
         ("8xT4:token-ring", None, ["token-ring", "ethernet-100"]),

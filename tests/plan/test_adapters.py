@@ -97,3 +97,23 @@ def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> Non
     other = replace(asked, workload=replace(asked.workload, engine_name="megatron"))
     with pytest.raises(UserError, match="own engine"):
         other.with_adapters({"rank": 4})
+
+
+def test_fewer_bits_of_the_frozen_model_are_among_what_would_fit() -> None:
+    asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("RTX3060", None))
+    plain = answer(asked.with_adapters({"rank": 16}))
+    assert not plain.plan.fits
+    [found] = [change.to for change in plain.changes if change.what == "fewer bits of the frozen model"]
+    assert found == "--bits 8 (lossy)"
+    assert planned("RTX3060", rank=16, bits=8).fits
+
+
+def test_options_change_the_adapters_of_a_job_file(tmp_path: Path) -> None:
+    job, saved = tmp_path / "job.yaml", tmp_path / "plan.json"
+    job.write_text(
+        "model: tiny-llama\ndata: {train: x.txt, sequence_length: 64}\noutput: run\nsteps: 1\nprecision: bf16\n"
+        "adapter: {rank: 8, targets: [q, v]}\n"
+    )
+    made = CliRunner().invoke(app, ["plan", str(job), "--on", "RTX3090", "--bits", "4", "--save", str(saved)])
+    assert made.exit_code == 0
+    assert Plan.load(saved).workload.adapted == AdapterTraining(rank=8, bits=4, targets=["q", "v"]).adapted()

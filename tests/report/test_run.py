@@ -12,11 +12,16 @@ JOB = parse_job("{model: tiny-llama, data: notes.txt, output: runs/x, steps: 10}
 
 
 @pytest.mark.parametrize(
-    ("mfu", "words"),
-    [(0.43, "1,000 tokens/s over 9 s of training; 43% of the card's FLOP/s (MFU)"), (None, "training")],
+    ("mfu", "warmup", "words"),
+    [
+        (0.43, 0, "1,000 tokens/s over 9 s of training; 43% of the card's FLOP/s (MFU)"),
+        (None, 0, "training"),
+        (None, 1, "training, of which the first step took 2.0 s to warm up"),
+        (None, 3, "training, of which the first 3 steps took 2.0 s to warm up"),
+    ],
 )
-def test_mfu_is_told_where_the_card_is_known(
-    mfu: float | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_speed_is_told_with_what_is_known_of_it(
+    mfu: float | None, warmup: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = RunResult(
         run=tmp_path,
@@ -32,6 +37,8 @@ def test_mfu_is_told_where_the_card_is_known(
         train_seconds=9.0,
         peak_bytes=2**30,
         mfu=mfu,
+        warmup_steps=warmup,
+        warmup_seconds=2.0,
     )
     print_result(result, JOB, as_json=False)
     (speed,) = (line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line)

@@ -57,7 +57,8 @@ class CompressOptions:
     keep_experts: Annotated[int | None, typer.Option(min=1, help="Experts that stay (structured).")] = None
     keep: Annotated[float | None, typer.Option(help="Share of the matrices' numbers that stays (svd); 0.7.")] = None
     fit: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Choose bits by layer for this card; holds the model in float32.")
+        str | None,
+        typer.Option(metavar="CARD", help="Choose bits by layer for this card, one layer in float32 at a time."),
     ] = None
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None
     recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None
@@ -67,7 +68,8 @@ class CompressOptions:
     ] = None
     field: TextField = "text"
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Calibration rows: 128 of --data by default, else 32, which is the most.")
+        int | None,
+        typer.Option(min=1, help="Calibration rows: 128 of --data by default; of its own text 32, the most."),
     ] = None
     sequence_length: Annotated[
         int | None, typer.Option("--seq", min=2, help="Tokens a row; at most 2048 by default.")

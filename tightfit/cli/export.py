@@ -36,7 +36,7 @@ def export(
     """Write a model in a format that other programs load, without optimizer states.
 
     \b
-    tightfit export runs/stdlib my-model                    transformers, vLLM, …
+    tightfit export runs/stdlib my-model                     transformers, vLLM, …
     tightfit export runs/stdlib my.gguf                      llama.cpp
     tightfit export runs/tuned merged                       a model with its adapters multiplied out and added
     tightfit export runs/tuned poet --format peft           the adapters alone, for PEFT and `tightfit serve --adapter`

@@ -4,8 +4,10 @@ Verbs import what they need when they run, so `tightfit --help` does not wait fo
 """
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from inspect import cleandoc
 from typing import Any, NoReturn
 
 import typer
@@ -43,8 +45,6 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=ResumingCommand)(train)
-app.command(cls=ResumingCommand)(launch)
 VERBS = (
     sample,
     serve,
@@ -62,8 +62,19 @@ VERBS = (
     calibrate,
     export,
 )
+
+
+def _flowing(verb: Callable[..., Any]) -> str:
+    """The verb's docstring with every paragraph on one line, which wraps at the terminal's width; examples, which begin
+    with \\b, keep their lines."""
+    paragraphs = cleandoc(verb.__doc__ or "").split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else each.replace("\n", " ") for each in paragraphs)
+
+
+for resuming in (train, launch):
+    app.command(cls=ResumingCommand, help=_flowing(resuming))(resuming)
 for verb in VERBS:
-    app.command()(verb)
+    app.command(help=_flowing(verb))(verb)
 app.add_typer(bench)
 app.add_typer(picture)
 

@@ -9,7 +9,7 @@ from tightfit.cli.options import AsJson
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="A preset, directory or config.json; all presets by default.")
+        str | None, typer.Argument(help="A preset, run, directory, config.json or GGUF file; all presets by default.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -26,4 +26,7 @@ def models(
     if name is None:
         print_models({preset: resolve_spec(preset) for preset in preset_names()}, as_json=as_json)
     else:
-        print_model(name, resolve_spec(name), as_json=as_json)
+        from tightfit.cli.plan import known_model
+
+        spec, _ = known_model(name)
+        print_model(name, spec, as_json=as_json)

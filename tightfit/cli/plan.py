@@ -127,14 +127,16 @@ def plan(options: PlanOptions) -> None:
 
 
 def _with_adapters(question: "Question", rank: int | None, bits: int | None) -> "Question":
-    """The question with adapters on its model, where options ask for some."""
+    """The question with adapters on its model, where options ask for some; they change those of a job file."""
     from tightfit.errors import UserError
 
-    if rank is not None:
-        return question.with_adapters({"rank": rank} if bits is None else {"rank": rank, "bits": bits})
-    if bits is not None:
+    given = {name: value for name, value in (("rank", rank), ("bits", bits)) if value is not None}
+    if not given:
+        return question
+    fields = {**question.job.get("adapter", {}), **given}
+    if "rank" not in fields:
         raise UserError(f"--bits is {bits}, which is of a model under adapters; add --adapter RANK or leave it out")
-    return question
+    return question.with_adapters(fields)
 
 
 def _check_outputs(options: PlanOptions) -> None:
@@ -183,7 +185,7 @@ def _question(options: PlanOptions, machine: "Machine") -> "Question":
     job = _job_file(options.model)
     if job is not None:
         options = _with_job(options, job)
-    spec, _ = _known_model(options.model)
+    spec, _ = known_model(options.model)
     if job is not None:
         spec = job.experts.applied(reshaped(spec, _shape(job), options.model))
     job_fields = _model_field(options.model) if job is None else _other_fields(job)
@@ -297,7 +299,7 @@ def _serve(options: PlanOptions, machine: "Machine") -> None:
     from tightfit.plan.serving.plan import FORMATS, make_serving
     from tightfit.report.plan import print_serving
 
-    spec, stored = _known_model(options.model)
+    spec, stored = known_model(options.model)
     compressed = _compressed_weights(options.model, spec) if options.quantize is None else None
     if options.quantize is None and stored not in FORMATS:
         from tightfit.models.loading import stored_weights
@@ -318,7 +320,7 @@ def _serve(options: PlanOptions, machine: "Machine") -> None:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _known_model(model: str) -> "tuple[ModelSpec, str]":
+def known_model(model: str) -> "tuple[ModelSpec, str]":
     """The shape of a model from any source, and the format of its weights; reading a GGUF file needs torch."""
     from tightfit.models.hub import is_hub_name
     from tightfit.models.presets import PRESETS

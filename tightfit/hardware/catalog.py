@@ -67,13 +67,21 @@ def find_accelerator(name: str, form: str | None = None) -> Accelerator:
         sizes = " or ".join(dict.fromkeys(row.name for row in rows))
         raise UserError(f"accelerator {name!r} comes in several sizes; write {sizes}")
     if not rows:
-        raise UserError(f"there is no accelerator {name!r} in the catalog; {_near(name)}")
+        raise UserError(f"there is no accelerator {name!r} in the catalog; {near_cards(name)}")
     if form is None:
         return rows[0]
     for row in rows:
         if row.form == form:
             return row
     raise UserError(f"{rows[0].name} does not come as {form!r}; write {' or '.join(row.form for row in rows)}")
+
+
+def larger_cards(card: Accelerator) -> list[Accelerator]:
+    """Cards of the same vendor with more memory, the smallest first; whole computers (superchips, SoCs) only in place
+    of cards of the same form."""
+    whole = {"superchip", "soc"} - {card.form}
+    same = (row for row in CATALOG if row.vendor == card.vendor and row.form not in whole)
+    return sorted((row for row in same if row.memory_bytes > card.memory_bytes), key=lambda row: row.memory_bytes)
 
 
 def _plain(name: str) -> str:
@@ -84,11 +92,12 @@ def _same(name: str, row: Accelerator) -> bool:
     return _plain(name) in (_plain(row.family), _plain(row.name))
 
 
-def _near(name: str) -> str:
+def near_cards(name: str) -> str:
     """A hint with cards whose family is spelled like `name`, its memory size aside."""
     families = {_plain(row.family): row.family for row in CATALOG}
     asked = _plain(re.sub(r"[-_ ]\d+ ?gi?b$", "", name, flags=re.IGNORECASE))
-    near = [families[each] for each in difflib.get_close_matches(asked, families, n=2, cutoff=0.5)]
+    longer = [each for each in families if asked in each]
+    near = [families[each] for each in difflib.get_close_matches(asked, longer or families, n=2, cutoff=0.5)]
     names = list(dict.fromkeys(row.name for row in CATALOG if row.family in near))
     if near:
         return f"did you mean {' or '.join(names)}?"

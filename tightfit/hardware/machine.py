@@ -22,12 +22,21 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Accelerator
 from tightfit.hardware.calibration import Calibration
-from tightfit.hardware.catalog import CATALOG, FORMS, accelerator_of_row, find_accelerator, row_of_accelerator
+from tightfit.hardware.catalog import (
+    CATALOG,
+    FORMS,
+    accelerator_of_row,
+    find_accelerator,
+    near_cards,
+    row_of_accelerator,
+)
 from tightfit.hardware.collective_rates import PeerRates
 from tightfit.hardware.links import LINKS, NETWORKS, Link
 from tightfit.hardware.sizes import parse_bytes
 
 LARGEST = 1_000_000
+LONGEST_NAME = 100
+"""Characters of a card's name that near ones are looked up by."""
 DEFAULT_NETWORK = "ethernet-100"
 _COUNTS, _OPTIONS = r"(?:(-?\d+)x)?(?:(-?\d+)x)?", r"((?::[\w.-]+)*)"
 _PATTERN = re.compile(rf"{_COUNTS}([A-Za-z][\w .-]*){_OPTIONS}")
@@ -103,7 +112,10 @@ def parse_machine(text: str, host_memory: str | int | None = None) -> Machine:
     file = _FILE_PATTERN.fullmatch(text.strip())
     match = file or _PATTERN.fullmatch(text.strip())
     if match is None:
-        raise UserError(f"machine {text!r} is not of the form 8xV100-32GB, 2x8xH100-80GB or H100-80GB:pcie")
+        card = re.sub(r"^(-?\d+x)*", "", text.strip())[:LONGEST_NAME]
+        raise UserError(
+            f"machine {text!r} is not of the form 8xV100-32GB, 2x8xH100-80GB or H100-80GB:pcie; {near_cards(card)}"
+        )
     first, second, name, tail = match.groups()
     nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
     _check_counts(text, nodes, per_node)

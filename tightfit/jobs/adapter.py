@@ -24,6 +24,13 @@ UNREAD_BYTES = 7
 """Bytes per weight while codes are dequantized without a kernel: the code (1), float32 (4) and 16 bits (2)."""
 HELD_GROUP = 64
 """Group size (neighbouring inputs per scale) of a base that is quantized as it is loaded."""
+HeldBits = Literal[2, 4, 8]
+"""Widths of such a base."""
+
+
+def held_in(bits: int) -> Scheme:
+    """The scheme of a base that is quantized to `bits` as it is loaded."""
+    return Scheme(bits=bits, group=HELD_GROUP, symmetric=False)
 
 
 def _short(names: object) -> object:
@@ -46,7 +53,7 @@ class AdapterTraining(Section):
     targets: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_short)] = "all-linear"
     """Projections of every layer that get adapters: all of them, or some of q, k, v, o, gate, up, down, by these
     names, by Hugging Face's, or by globs or regular expressions of whole names."""
-    bits: Literal[2, 4, 8] | None = None
+    bits: HeldBits | None = None
     """Quantize linear layers of an uncompressed model to this many bits as they are loaded (QLoRA); compressed models
     stay as they are."""
 
@@ -80,7 +87,7 @@ class AdapterTraining(Section):
     @property
     def held(self) -> Scheme | None:
         """The scheme to which linear layers are quantized as they are loaded; None where they are not."""
-        return None if self.bits is None else Scheme(bits=self.bits, group=HELD_GROUP, symmetric=False)
+        return None if self.bits is None else held_in(self.bits)
 
     def adapted(self, base: "FrozenBase | None" = None, *, spec: ModelSpec | None = None) -> "Adapted | None":
         """The adapters as a plan needs them, None without; `base` is a compressed model, `spec` the model's shape where

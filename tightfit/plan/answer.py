@@ -58,7 +58,7 @@ class Question:
         pins = self.pins.with_engine(self.workload.engine)
         return SearchSpace(self.workload, self.machine, pins, self.lossy)
 
-    def with_adapters(self, fields: Mapping[str, int]) -> "Question":
+    def with_adapters(self, fields: Mapping[str, Any]) -> "Question":
         """This question with adapters on the model; `fields` are those of a job's section `adapter`."""
         workload = self.workload
         if (engine := workload.engine_name) != "tightfit":

@@ -26,7 +26,8 @@ def _facts(found: DryRun) -> Iterator[tuple[str, str]]:
     yield "steps", f"{checked.first_step:,} to {checked.total_steps:,}" + (" (finished)" if checked.is_finished else "")
     yield "model", f"{job.model.source}, {count_name(checked.spec.params())} parameters, {checked.precision}"
     ranks = "1 rank" if job.layout.ranks == 1 else f"{job.layout.ranks} ranks"
-    yield "ranks", f"{ranks} on {checked.device.type}: {describe_layout(job.layout)}"
+    alone = "the CPU" if checked.device.type == "cpu" else "one GPU"
+    yield "ranks", f"{ranks} on {checked.device.type}: {describe_layout(job.layout, alone=alone)}"
     yield "levers", "chosen at the start (fit)" if job.fit else describe_levers(job.levers)
     yield "data", f"{store.tokens_total:,} tokens in {store.documents:,} documents, {rows:,} rows to train on"
     yield "step", f"{job.global_batch} rows of {job.data.sequence_length} tokens, {checked.workload.tokens:,} tokens"

@@ -10,7 +10,7 @@ from tightfit.jobs.job import Job
 from tightfit.plan.job import overridden
 from tightfit.plan.plan import Plan
 from tightfit.report.escaping import escape
-from tightfit.report.tables import count_name, gib
+from tightfit.report.tables import count_name, first_steps, gib
 from tightfit.train.loop import RunResult
 
 
@@ -61,7 +61,7 @@ def _notes(plan: Plan, job: Job, result: RunResult) -> list[str]:
         "on a CPU the measured memory is the whole process's, which no plan predicts"
         if result.device.startswith("CPU")
         else None,
-        f"the first {result.warmup_steps} steps took {result.warmup_seconds:.1f} s to warm up and are not in this speed"
+        f"{first_steps(result.warmup_steps)} took {result.warmup_seconds:.1f} s to warm up, which is not in this speed"
         if result.warmup_steps
         else None,
     ]

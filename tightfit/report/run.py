@@ -13,7 +13,7 @@ from tightfit.report.curves import draw_loss_curve
 from tightfit.report.escaping import escape
 from tightfit.report.next_commands import near, next_commands
 from tightfit.report.prediction import Prediction, print_prediction
-from tightfit.report.tables import count_name, gib, print_json
+from tightfit.report.tables import count_name, first_steps, gib, print_json
 from tightfit.train.loop import RunResult
 
 
@@ -73,7 +73,7 @@ def _speed(result: RunResult) -> str:
     """Speed after the warm-up, whose steps and seconds are given separately."""
     said = f"{result.tokens_per_second:,.0f} tokens/s over {result.train_seconds:.0f} s of training"
     if result.warmup_steps:
-        said += f", of which the first {result.warmup_steps} steps took {result.warmup_seconds:.1f} s to warm up"
+        said += f", of which {first_steps(result.warmup_steps)} took {result.warmup_seconds:.1f} s to warm up"
     if result.mfu is not None:
         said += f"; {result.mfu:.0%} of the card's FLOP/s (MFU)"
     return said

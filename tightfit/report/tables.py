@@ -46,6 +46,11 @@ def count_name(count: float) -> str:
     return f"{count:.3g}"
 
 
+def first_steps(count: int) -> str:
+    """`the first step`, `the first 3 steps`."""
+    return "the first step" if count == 1 else f"the first {count:,} steps"
+
+
 def print_fields(rows: "list[FieldRow]", *, as_json: bool) -> None:
     """Every field of a job file."""
     if as_json:

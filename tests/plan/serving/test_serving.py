@@ -40,6 +40,16 @@ def test_8b_at_q8_0_serves_on_a_t4_and_at_bf16_does_not() -> None:
     assert any(change.startswith("another card:") for change in large.changes())
 
 
+def test_what_would_fit_is_of_the_same_vendor_and_says_how_many_requests() -> None:
+    wide = serving("llama-3.1-8b", "T4", "q8_0", requests=64)
+    assert not wide.fits
+    most = wide.most_requests
+    assert f"fewer requests at a time: --batch {most}" in wide.changes()
+    assert serving("llama-3.1-8b", "T4", "q8_0", requests=most).fits
+    assert not serving("llama-3.1-8b", "T4", "q8_0", requests=most + 1).fits
+    assert serving("llama-2-7b", "RTX3060", "bf16").changes()[-1] == "another card: RTXA4500-20GB"
+
+
 def test_more_requests_need_more_and_give_more() -> None:
     one, many = (serving("llama-3.2-1b", "L4", "bf16", 2048, requests) for requests in (1, 64))
     cache = 63 * 2048 * 2 * 2 * 512 * 16  # keys and values, two bytes, eight heads of 64, 16 layers

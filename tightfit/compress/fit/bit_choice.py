@@ -119,15 +119,20 @@ def uniform_bytes(spec: ModelSpec, bits: int, group: int) -> int:
     return plain_bytes(spec) + sum(unit_bytes(spec, names, bits, group) for names in units(spec).values())
 
 
+def require_room(least_bytes: int, budget_bytes: int) -> None:
+    """Refuse a budget below `least_bytes`, which the weights take at the fewest bits."""
+    if least_bytes > budget_bytes:
+        raise UserError(
+            f"even at {min(LEAST_WIDTHS)} bits the weights take {least_bytes / 2**30:.2f} GiB, and there is room for "
+            f"{max(budget_bytes, 0) / 2**30:.2f}; take a card with more memory or a shorter --context"
+        )
+
+
 def choose_bits(spec: ModelSpec, options: Mapping[str, Sequence[Option]], budget_bytes: int) -> BitChoice:
     """The widths whose model takes at most `budget_bytes`, for the least expected loss."""
     fixed = plain_bytes(spec)
     least = fixed + sum(min(option.bytes for option in each) for each in options.values())
-    if least > budget_bytes:
-        raise UserError(
-            f"even at {min(LEAST_WIDTHS)} bits the weights take {least / 2**30:.2f} GiB, and there is room for "
-            f"{max(budget_bytes, 0) / 2**30:.2f}; take a card with more memory or a shorter --context"
-        )
+    require_room(least, budget_bytes)
     found = [_mixed(options, budget_bytes - fixed), *_uniform(options)]
     fitting = [choice for choice in found if _bytes(choice) <= budget_bytes - fixed]
     best = min(fitting, key=lambda choice: (_loss(choice), _bytes(choice)))

@@ -25,6 +25,7 @@ from tightfit.compress.fit.bit_choice import (
     group_of,
     options_of,
     recipe_for,
+    require_room,
     scheme_of,
     uniform_bytes,
     units,
@@ -159,6 +160,7 @@ def fit_bits(
             "to compress (--method makes it smaller all the same)"
         )
     group = group_of(spec)
+    require_room(uniform_bytes(spec, min(LEAST_WIDTHS), group), budget)
     calibration = job.read_calibration(spec)
     facts = {
         "weights": digest_of(job.model),

@@ -1,9 +1,9 @@
 """Changes: what would make a plan fit that does not, the smallest step of each kind, and its step's time.
 
-Tried are: dropping each pin, lossless levers that the search leaves out, more host memory, narrower states, no master
-weights, shorter rows, more cards, another card. Whether a change is enough is decided with the strongest levers; of the
-layouts that then fit, only the MOST_SEARCHED most promising families are searched for the plan whose time and host
-memory are reported, so there may be a faster one.
+Tried are: dropping each pin, lossless levers that the search leaves out, more host memory, narrower states, fewer bits
+of a model under adapters, no master weights, shorter rows, more cards, another card. Whether a change is enough is
+decided with the strongest levers; of the layouts that then fit, only the MOST_SEARCHED most promising families are
+searched for the plan whose time and host memory are reported, so there may be a faster one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import ceil
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 from tightfit.errors import UserError
-from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.catalog import larger_cards
 from tightfit.hardware.links import LINKS
 from tightfit.hardware.machine import DEFAULT_NETWORK
+from tightfit.jobs.adapter import Adapted, FrozenBase, HeldBits, held_in
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
 from tightfit.plan.search.candidate import Candidate, Pricing
@@ -95,6 +96,8 @@ def _more_host(space: SearchSpace) -> Change | None:
 def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Variants]]:
     if not space.lossy:
         yield "narrower optimizer states", iter([("--allow-lossy", replace(space, lossy=True))])
+    if (adapted := space.workload.adapted) is not None and adapted.base.coded_bytes is None:
+        yield "fewer bits of the frozen model", _fewer_bits(space, adapted)
     if space.workload.has_masters and space.machine.accelerator.rates.bf16:
         pure = replace(space, workload=replace(space.workload, precision="pure-bf16"))
         yield "no float32 master weights", iter([("--precision pure-bf16 (lossy)", pure)])
@@ -151,6 +154,15 @@ def _bound_s(pricing: Pricing, family: list[Layout]) -> float:
     return pricing.costs.step(family[0], pricing.space.levers_of(family[0])[0]).step_s
 
 
+def _fewer_bits(space: SearchSpace, adapted: Adapted) -> Variants:
+    """The frozen model under adapters in every narrower width."""
+    scheme = adapted.base.scheme
+    for bits in sorted(get_args(HeldBits), reverse=True):
+        if scheme is None or bits < scheme.bits:
+            held = replace(adapted, base=FrozenBase(scheme=held_in(bits)))
+            yield f"--bits {bits} (lossy)", replace(space, workload=replace(space.workload, adapted=held))
+
+
 def _fewer_tokens(space: SearchSpace) -> Variants:
     """Half as many tokens per row, repeatedly."""
     length = space.workload.sequence_length // 2
@@ -170,13 +182,10 @@ def _more_cards(space: SearchSpace) -> Variants:
 
 
 def _other_cards(space: SearchSpace) -> Variants:
-    """As many larger cards of the same vendor, the smallest first; whole computers (superchips, SoCs) only in place of
-    cards of the same form."""
-    machine, mine = space.machine, space.machine.accelerator
-    whole = {"superchip", "soc"} - {mine.form}
-    same = (card for card in CATALOG if card.vendor == mine.vendor and card.form not in whole)
-    for card in sorted(same, key=lambda row: row.memory_bytes):
-        if card.memory_bytes <= mine.memory_bytes or card.rates.of(NUMBERS[space.workload.precision]) is None:
+    """As many larger cards, the smallest first."""
+    machine = space.machine
+    for card in larger_cards(machine.accelerator):
+        if card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue
         counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
         inter = LINKS[card.network or DEFAULT_NETWORK]

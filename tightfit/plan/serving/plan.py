@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, get_args
 
 from tightfit.errors import UserError
-from tightfit.hardware.catalog import CATALOG
+from tightfit.hardware.catalog import larger_cards
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import generation_of
@@ -237,11 +237,13 @@ class Serving:
             found.append(f"smaller weights: --quantize {form}")
         if self.cache == "model" and replace(self, cache="fp8").fits:
             found.append("smaller keys and values: --cache-format fp8")
+        if self.requests > 1 and (most := self.most_requests):
+            found.append(f"fewer requests at a time: --batch {most}")
         lengths = (self.length >> shift for shift in range(1, 16) if self.length >> shift >= 64)
         if length := next((each for each in lengths if replace(self, length=each).fits), None):
             found.append(f"shorter requests: --context {length}")
         need = self.gpu_peak_bytes
-        if card := next((c for c in sorted(CATALOG, key=lambda c: c.memory_bytes) if c.memory_bytes >= need), None):
+        if card := next((c for c in larger_cards(self.machine.accelerator) if c.memory_bytes >= need), None):
             found.append(f"another card: {card.name}")
         return found
 
