@@ -134,7 +134,7 @@ def test_a_head_that_does_not_end_is_not_waited_for(hasty: Running) -> None:
 
 def test_a_second_signal_ends_the_application_too() -> None:
     """In order, and not by cancelling it, of which uvicorn writes a traceback."""
-    heard = []
+    heard: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while not heard or heard[-1] != "lifespan.shutdown":
