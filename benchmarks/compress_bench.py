@@ -26,11 +26,11 @@ from tightfit.compress.comparison import Comparison, compare_models, hidden_stat
 from tightfit.compress.gguf.gguf_feedback import code_layer
 from tightfit.compress.layer_compression import code_weight, compress_layer
 from tightfit.compress.linear_sets import linear_sets
-from tightfit.models.quantized.matrices import matrices
 from tightfit.compress.rounding.rotation import Rotation, rotated_spec
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_model
 from tightfit.models.quantized.linear import quantize_linear
+from tightfit.models.quantized.matrices import matrices
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.loader import evaluation_batches
 from tightfit.train.data.shards import prepare_text

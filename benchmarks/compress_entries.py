@@ -5,8 +5,8 @@ from typing import Any
 
 from tightfit.compress.cost import predict
 from tightfit.compress.gguf.gguf_export import GgufCoder
-from tightfit.models.quantized.matrices import matrices
 from tightfit.compress.recipe import Recipe, Step, recipe_of
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.quantized.ranges import RULES
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec

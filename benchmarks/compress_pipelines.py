@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tightfit.models.quantized.matrices import matrices
 from tightfit.compress.recipe import Step
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import quantize_linear
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.quantized.ranges import fit_grid
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.saving import write_model

@@ -22,9 +22,9 @@ from benchmarks.rows import append_row
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.fit.bit_choice import BitChoice, group_of, plain_bytes, recipe_for, uniform_bytes, units
 from tightfit.compress.fit.fitting import best_mix
-from tightfit.models.quantized.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
 from tightfit.models.loading import load_model, load_source_tokenizer
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.spec import ModelSpec
 from tightfit.train.data.dataset import PackedText
 from tightfit.train.data.shards import prepare_text

@@ -39,10 +39,10 @@ from tightfit.compress.fit.bit_choice import (
 )
 from tightfit.compress.fit.rounded_streams import RoundedStreams, embedded
 from tightfit.compress.fit.sensitivity import Sensitivities, measure_sensitivities
-from tightfit.models.quantized.matrices import matrices
 from tightfit.compress.model_parts import ModelParts
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import source_spec
+from tightfit.models.quantized.matrices import matrices
 from tightfit.models.spec import ModelSpec
 from tightfit.report.figure import panels
 
