@@ -5,7 +5,9 @@ import contextlib
 import http.client
 import json
 import logging
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +18,7 @@ import pytest
 from tests.serve.running import CONFIG, Running, serving
 from tightfit.models.loading import LoadedModel
 from tightfit.serve.http.guards import ServerLimits
+from tightfit.serve.http.server import PatientServer, ServerOptions, listening_config
 from tightfit.serve.http.timely import UntilLost
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -127,6 +130,26 @@ def test_a_head_that_does_not_end_is_not_waited_for(hasty: Running) -> None:
     for connection, _ in waiting:
         with connection, contextlib.suppress(ConnectionError):
             assert b"".join(iter(partial(connection.recv, 2**16), b"")) in (b"", b'{"status":"ok"}')
+
+
+def test_a_second_signal_ends_the_application_too() -> None:
+    """In order, and not by cancelling it, of which uvicorn writes a traceback."""
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while not heard or heard[-1] != "lifespan.shutdown":
+            heard.append((await receive())["type"])
+            await send({"type": f"{heard[-1]}.complete"})
+
+    server = PatientServer(listening_config(app, ServerOptions(port=0)))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    for _ in range(2):
+        server.handle_exit(signal.SIGINT, None)
+    thread.join(timeout=30)
+    assert heard == ["lifespan.startup", "lifespan.shutdown"]
 
 
 def test_pieces_for_who_has_gone_are_dropped_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,8 @@ class CpuWeights:
         found = {
             module
             for module in self.held.modules
-            if module not in self._packed
+            if module.matrices
+            and module not in self._packed
             and module.scheme.activations is None
             and not any(matrix.name in self.held.adapted for matrix in module.matrices)
         }

@@ -1,5 +1,6 @@
 """Runs the server until it is told to stop: a signal lets open requests finish, a dead engine ends it with an error."""
 
+import socket
 import sys
 from dataclasses import dataclass, field
 from types import FrameType
@@ -36,6 +37,12 @@ class PatientServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also end the application where answers are not waited for: uvicorn would cancel it, with a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
 
 class DrainingServer(PatientServer):
