@@ -396,6 +396,8 @@ def test_keys_and_limits(loaded: LoadedModel) -> None:
         assert post(server, "/v1/completions", body, authorization="Bearer secret")[0] == 429
         assert json.loads(get(server, "/health")) == {"status": "ok"}
         server.service.most_requests = 1
+        status, answer = post(server, "/v1/completions", b'{"prompt": ["a", "b"]}', authorization="Bearer secret")
+        assert (status, "there are 2 prompts; give 1 to 1" in str(answer)) == (400, True)
         slow = b'{"prompt": "a", "max_tokens": 200, "n": 8, "ignore_eos": true}'
         assert post(server, "/v1/completions", slow, authorization="Bearer secret")[0] == 504
         server.wait_until_idle()

@@ -162,8 +162,9 @@ def _add_generation(app: FastAPI, served: Served) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         adapter = served.adapter_of(body.model)
         prompts = await asyncio.to_thread(as_token_lists, body.prompt, tokenizer, longest)
-        if not 1 <= len(prompts) <= MOST_PROMPTS:
-            raise UserError(f"there are {len(prompts)} prompts; give 1 to {MOST_PROMPTS}")
+        most = min(MOST_PROMPTS, max(served.service.most_requests, 1))  # each is a request to the engine
+        if not 1 <= len(prompts) <= most:
+            raise UserError(f"there are {len(prompts)} prompts; give 1 to {most}")
         body.refuse_undone()
         settings = body.model_copy(update={"max_tokens": 1}) if body.is_silent else body
         sampling = settings.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)

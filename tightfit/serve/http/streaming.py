@@ -15,7 +15,7 @@ from tightfit.serve.http.protocol import NO_ECHO, Echo, Generation
 from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.requests.request import Answer, Output, Request
 from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.service import EngineDiedError, Service
+from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 DONE = "data: [DONE]\n\n"
 
@@ -89,12 +89,15 @@ async def streamed(service: Service, asked: ClientRequest, seconds: float) -> As
             async for text in _written(outputs, asked, usage):
                 begun = True
                 yield text
-    except (TimeoutError, EngineDiedError) as error:
+    except TimeoutError:
         if not begun:
             raise
-        late = isinstance(error, TimeoutError)
-        told = (f"it took longer than {seconds:g} s", "timeout") if late else (str(error), "server_error")
-        yield event(error_body(*told))
+        yield event(error_body(f"it took longer than {seconds:g} s", "timeout"))
+    except (EngineDiedError, OverloadedError) as error:
+        if not begun:
+            raise
+        kind = "server_error" if isinstance(error, EngineDiedError) else "rate_limit_error"
+        yield event(error_body(str(error), kind))
     options = asked.body.stream_options
     if options is not None and options.include_usage:
         yield event(asked.writer.ending(usage))
