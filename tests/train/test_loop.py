@@ -487,6 +487,13 @@ def test_rows_longer_than_the_positions_are_refused(make: Make, corpus: Path, to
         run_job(make(data=data), quiet=True)
 
 
+def test_prompts_longer_than_the_positions_are_refused_before_the_run(make: Make) -> None:
+    job = make(evaluation={"prompts": ["short", "long " * 500]})
+    with pytest.raises(UserError, match=r"prompt is \d+ tokens long and the model has 256 positions; shorten it"):
+        run_job(job, quiet=True)
+    assert not job.output.exists()
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(make: Make, tmp_path: Path) -> None:
     first = run_job(make("first", steps=1), quiet=True)
     small = {"source": "tiny-llama", "shape": {"vocab_size": 300}}

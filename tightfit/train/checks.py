@@ -18,6 +18,7 @@ from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
+from tightfit.models.generate import check_prompt, prompt_tokens
 from tightfit.models.loading import digest_of, has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
@@ -134,6 +135,8 @@ def _found(
     store = data.store
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
     warn_of_lost_answers(data.train, say)
+    for prompt in job.evaluation.prompts:  # continued at the end of the run, which would be lost to a refusal
+        check_prompt(prompt_tokens(tokenizer, prompt, chat=False), spec)
     _refuse_split(spec, job)
     if checkpoint is not None:
         refuse_other_shape(checkpoint, spec)
