@@ -304,6 +304,7 @@ CONTRADICTIONS = [
     ({"precision": "bf16"}, "precision"),
     ({"model": {"source": "tiny-qwen2"}}, "model"),
     ({"tokenizer": {"source": "train", "vocab_size": 300}}, "tokenizer"),
+    ({"levers": {"optimizer_states": "8bit"}}, r"set levers\.optimizer_states back"),
 ]
 
 
