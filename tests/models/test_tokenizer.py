@@ -1,9 +1,11 @@
 """The tokenizer: lossless, deterministic, safe against special strings, and exact about who says what in a chat."""
 
+import errno
 import json
 import os
 import pickle
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -146,6 +148,17 @@ def test_saved_files_give_the_same_ids_here_and_in_transformers(tokenizer: Token
         assert theirs.encode(text, add_special_tokens=False, split_special_tokens=True) == tokenizer.encode(text)
     assert theirs.apply_chat_template(TWO_TURNS)["input_ids"] == tokenizer.encode_chat(TWO_TURNS)[0]
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
+
+
+def test_a_full_disk_is_an_error_of_the_system(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as caught:
+            tokenizer.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG
 
 
 def test_a_config_beside_it_does_not_change_the_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -304,6 +304,7 @@ CONTRADICTIONS = [
     ({"precision": "bf16"}, "precision"),
     ({"model": {"source": "tiny-qwen2"}}, "model"),
     ({"tokenizer": {"source": "train", "vocab_size": 300}}, "tokenizer"),
+    ({"levers": {"optimizer_states": "8bit"}}, r"set levers\.optimizer_states back"),
 ]
 
 
@@ -485,6 +486,13 @@ def test_rows_longer_than_the_positions_are_refused(make: Make, corpus: Path, to
     data = {"train": [str(corpus)], "sequence_length": 10_000, "cache": str(token_cache)}
     with pytest.raises(UserError, match=r"10000.*positions"):
         run_job(make(data=data), quiet=True)
+
+
+def test_prompts_longer_than_the_positions_are_refused_before_the_run(make: Make) -> None:
+    job = make(evaluation={"prompts": ["short", "long " * 500]})
+    with pytest.raises(UserError, match=r"prompt is \d+ tokens long and the model has 256 positions; shorten it"):
+        run_job(job, quiet=True)
+    assert not job.output.exists()
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(make: Make, tmp_path: Path) -> None:

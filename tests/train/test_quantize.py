@@ -109,6 +109,15 @@ def test_a_run_resumes_bit_for_bit_and_ends_in_a_compressed_model(trained: Calla
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("now", [{"bits": 2, "group": 16}, {"bits": 3, "group": 32}, {}])
+def test_a_run_is_resumed_with_the_rounding_it_began_with(trained: Callable[..., Job], now: dict[str, Any]) -> None:
+    """Learned scales belong to a number of bits and a group size."""
+    name = f"changed to {now}"
+    run_job(trained(name), stop_after=2, quiet=True)
+    with pytest.raises(UserError, match=r"quantize\.\w+ is .*, but .*step-00000002 was made with .*; set it back"):
+        run_job(trained(name, quantize=now), resume=True, quiet=True)
+
+
 def test_a_run_that_stops_early_ends_in_a_compressed_model_too(
     trained: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

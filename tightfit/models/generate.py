@@ -16,6 +16,7 @@ from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.layers.cache import KeyValueCache
 from tightfit.models.loading import LoadedModel
+from tightfit.models.spec import ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer
 
 NOT_FINITE = "its weights are damaged, or too large for the number format; load another checkpoint, or in float32"
@@ -64,9 +65,14 @@ def generate(
     model: Decoder, prompt_ids: list[int], sampling: Sampling, *, stop_ids: frozenset[int], count: int = 1
 ) -> Iterator[list[int | None]]:
     """Yields, per step, the next token of each of `count` continuations; None for those that reached a stop id."""
-    spec = model.spec
     if count < 1:
         raise UserError(f"count is {count}; it must be at least 1")
+    check_prompt(prompt_ids, model.spec)
+    return _decode(model, prompt_ids, sampling, stop_ids, count)
+
+
+def check_prompt(prompt_ids: list[int], spec: ModelSpec) -> None:
+    """Refuse a prompt that a model of this shape cannot continue."""
     if not prompt_ids:
         raise UserError("the prompt is empty; begin with the model's first or end-of-text token")
     if bad := [token for token in prompt_ids if not 0 <= token < spec.vocab_size]:
@@ -75,7 +81,6 @@ def generate(
         raise UserError(
             f"the prompt is {len(prompt_ids)} tokens long and the model has {spec.max_positions} positions; shorten it"
         )
-    return _decode(model, prompt_ids, sampling, stop_ids, count)
 
 
 def _decode(

@@ -17,7 +17,9 @@ from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.job import Job, PrecisionName, rounded_vocabulary
 from tightfit.jobs.layout import Layout
+from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.workload import Workload
+from tightfit.models.generate import check_prompt, prompt_tokens
 from tightfit.models.loading import digest_of, has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
@@ -134,6 +136,8 @@ def _found(
     store = data.store
     say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
     warn_of_lost_answers(data.train, say)
+    for prompt in job.evaluation.prompts:  # continued at the end of the run, which would be lost to a refusal
+        check_prompt(prompt_tokens(tokenizer, prompt, chat=False), spec)
     _refuse_split(spec, job)
     if checkpoint is not None:
         refuse_other_shape(checkpoint, spec)
@@ -293,7 +297,8 @@ FIXED_FIELDS = (
     *("tokenizer.vocab_size", "tokenizer.train_bytes", "objective", "global_batch", "seed", "data.field"),
     *("data.sequence_length", "data.separate_documents", "data.pack"),
 )
-"""Fields that a resumed run may not change; schedule, learning rate, steps, micro-batch and reporting may change.
+"""Fields that a resumed run may not change, beside the sections `adapter` and `quantize`; schedule, learning rate,
+steps, micro-batch and reporting may change.
 
 Paths may change too: the model's shape, the data's tokens and the precision are compared directly.
 """
@@ -309,8 +314,9 @@ def _refuse_contradictions(job: Job, precision: str, position: Position, checkpo
     sources = [_look_up(fields, "tokenizer.source") for fields in (position.job, now)]
     if any(source in ("model", "train") for source in sources):
         pairs.append(("tokenizer.source", *sources))
-    adapters = [AdapterTraining.model_validate(fields.get("adapter") or {}) for fields in (position.job, now)]
-    pairs += [(f"adapter.{name}", *(getattr(each, name) for each in adapters)) for name in AdapterTraining.model_fields]
+    for section, kind in (("adapter", AdapterTraining), ("quantize", Quantize)):
+        both = [kind.model_validate(fields.get(section) or {}) for fields in (position.job, now)]
+        pairs += [(f"{section}.{name}", *(getattr(each, name) for each in both)) for name in kind.model_fields]
     for name, saved, wanted in pairs:
         if saved != wanted:
             raise UserError(

@@ -43,8 +43,14 @@ def test_a_pass_sees_every_row_and_keeps_the_shares(sizes: tuple[int, ...], weig
 
 def test_a_weight_too_small_to_matter_is_refused() -> None:
     parts: Any = [Numbers("a", 1000), Numbers("b", 1000)]
-    with pytest.raises(UserError, match=f"the most are {MOST_ROWS:,}"):
-        Mixture(parts, [1, 1e-9])
+    for smaller in (1e-9, 1e-320):
+        with pytest.raises(UserError, match=rf"has {smaller:g} beside 100000.*the most are {MOST_ROWS:,}; raise"):
+            Mixture(parts, [100_000, smaller])
+
+
+def test_weights_without_a_finite_sum_are_relative_too() -> None:
+    parts: Any = [Numbers("a", 10), Numbers("b", 10)]
+    assert len(Mixture(parts, [1.2e308, 1.2e308])) == 20
 
 
 def test_a_job_trains_on_weighted_sources(make_small: Callable[..., Job], corpus: Path, tmp_path: Path) -> None:

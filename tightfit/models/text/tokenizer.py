@@ -11,6 +11,7 @@ Not for tokenizers that exist only as Python code: nothing from a model's direct
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,7 +179,8 @@ class Tokenizer:
 
     def save(self, directory: str | Path) -> None:
         """Write it the Hugging Face way: tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-        self._wrapped.save_pretrained(directory)
+        with _as_os_error(directory):
+            self._wrapped.save_pretrained(directory)
         path = Path(directory) / "tokenizer_config.json"
         config = json.loads(path.read_text("utf-8"))
         # transformers 5 writes a class name that transformers 4, still inside many servers, does not know.
@@ -336,3 +338,16 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(message.get("content"), str):
             raise UserError(f"message {index} of the conversation has content {message.get('content')!r:.80}, not text")
     return [{**message, "content": _mended(message["content"])} for message in messages]
+
+
+@contextmanager
+def _as_os_error(place: str | Path) -> Iterator[None]:
+    """`tokenizers` raises a bare Exception where a file cannot be written; raise the OSError that its text names."""
+    try:
+        yield
+    except Exception as error:
+        found = re.search(r"\(os error (\d+)\)", str(error)) if type(error) is Exception else None
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(place)) from error

@@ -47,7 +47,7 @@ from tightfit.train.checkpoints.directory import (
     last_checkpoint_sentence,
     superseded,
 )
-from tightfit.train.optimizer.adamw import MasterAdamW, is_optional
+from tightfit.train.optimizer.adamw import STATES_REMEDY, MasterAdamW, is_optional
 
 
 @dataclass
@@ -210,10 +210,13 @@ def _require_fit(
     """Refuse states of other names, dtypes or shapes: torch would cast them, and skip stored ones without a target."""
     odd = own.keys() - stored.keys() if others_hold_more else own.keys() ^ stored.keys()
     if odd := {name for name in odd if not is_optional(name)}:
-        raise UserError(f"{checkpoint} does not fit this model: optimizer state {min(odd)} is on one side only")
+        raise UserError(
+            f"{checkpoint} does not fit this run: optimizer state {min(odd)} is on one side only; {STATES_REMEDY}"
+        )
     for name, tensor in own.items():
         if stored[name] != (tensor.dtype, tensor.shape):
             dtype, shape = stored[name]
             raise UserError(
-                f"{checkpoint}: {name} is {dtype} {list(shape)}, this run needs {tensor.dtype} {list(tensor.shape)}"
+                f"{checkpoint}: {name} is {dtype} {list(shape)}, this run needs {tensor.dtype} {list(tensor.shape)}; "
+                f"{STATES_REMEDY}"
             )

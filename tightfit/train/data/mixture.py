@@ -28,11 +28,14 @@ class Mixture(Dataset[Row]):
     def __init__(self, parts: Sequence[Rows], weights: Sequence[float]) -> None:
         assert len(parts) == len(weights) > 0, "a weight for each part"
         self.parts = list(parts)
-        shares = [weight / sum(weights) for weight in weights]
-        rows = max(len(part) / share for part, share in zip(parts, shares, strict=True))
+        largest = max(weights)  # large numbers may have no finite sum
+        total = sum(weight / largest for weight in weights)
+        shares = [weight / largest / total for weight in weights]
+        rows = max(len(part) / share if share else math.inf for part, share in zip(parts, shares, strict=True))
         if rows > MOST_ROWS:
             raise UserError(
-                f"data.weights make a pass of {rows:,.0f} rows, as the smallest is so small; the most are {MOST_ROWS:,}"
+                f"data.weights has {min(weights):g} beside {largest:g}, which makes a pass of {rows:.3g} rows, and the "
+                f"most are {MOST_ROWS:,}; raise the smaller one"
             )
         counts = [math.ceil(round(share * rows, 6)) for share in shares]
         self.ends = list(accumulate(counts))

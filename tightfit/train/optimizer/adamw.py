@@ -55,6 +55,7 @@ PREVIOUS_NORMS = "previous_norms/all"
 """State by which updates inside backward clip. A checkpoint may lack it (the lever was set later) or have it unused."""
 OLDER_WEIGHTS = "older/"
 """Weights before the last update, which a pipeline without flushes still needs; a checkpoint may lack these too."""
+STATES_REMEDY = "set levers.optimizer_states back to what the run was made with, or take another checkpoint (--from)"
 
 
 @dataclass
@@ -376,13 +377,15 @@ class MasterAdamW:
         """Load saved states; one that is missing, left over or of another shape or dtype is an error."""
         own = self.state_in(saved)
         if odd := sorted(name for name in own.keys() ^ saved.keys() if not is_optional(name)):
-            raise UserError(f"{source} does not fit this model: optimizer state {odd[0]} is on one side only")
+            raise UserError(
+                f"{source} does not fit this run: optimizer state {odd[0]} is on one side only; {STATES_REMEDY}"
+            )
         for name, tensor in own.items():
             stored = saved[name]
             if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
                 raise UserError(
                     f"{source}: {name} is {stored.dtype} {list(stored.shape)}, "
-                    f"this run needs {tensor.dtype} {list(tensor.shape)}"
+                    f"this run needs {tensor.dtype} {list(tensor.shape)}; {STATES_REMEDY}"
                 )
             copy_whole(tensor, stored)
         for bucket in self.buckets:
