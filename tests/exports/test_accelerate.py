@@ -34,8 +34,9 @@ CASES = {
 
 
 def written(plan: Plan, folder: Path) -> str:
-    export(plan, f"accelerate={folder / 'fsdp.yaml'}")
-    return str(folder / "fsdp.yaml")
+    path = folder / f"fsdp-{plan.layout.data}.yaml"
+    export(plan, f"accelerate={path}")
+    return str(path)
 
 
 @pytest.mark.parametrize("asked", CASES.values(), ids=list(CASES))

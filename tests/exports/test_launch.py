@@ -145,6 +145,25 @@ def test_a_folder_gets_everything_that_the_plan_has(two_nodes: Plan, tmp_path: P
     }
 
 
+def test_only_files_of_an_earlier_export_are_replaced(two_nodes: Plan, tmp_path: Path) -> None:
+    longer = planned("llama-3.1-8b", "2x8xH100-80GB", 8192, 64, "layout.data=16", "layout.zero=3", host="1TB").plan
+    export(two_nodes, str(tmp_path))
+    export(longer, str(tmp_path))
+    assert Plan.load(tmp_path / "plan.json") == longer
+    edited = tmp_path / "deepspeed.json"
+    edited.write_text(edited.read_text().replace("8192", "9000") + "\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"deepspeed\.json is there already and says something else; name another"):
+        export(two_nodes, str(tmp_path))
+    with pytest.raises(UserError, match=r"deepspeed\.json is there already"):
+        export(two_nodes, f"deepspeed={edited}")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "go.plan.json").write_text("mine")
+    with pytest.raises(UserError, match=r"go\.plan\.json is there already and is not a plan"):
+        export(two_nodes, f"torchrun={tmp_path / 'go.sh'}")
+    assert not (tmp_path / "go.sh").exists()
+
+
 def test_mistakes_are_one_sentence(two_nodes: Plan, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no export 'megatron'; write one of deepspeed"):
         export(two_nodes, "megatron=x.json")

@@ -103,7 +103,7 @@ def test_mistakes_get_one_sentence(overrides: list[str], words: list[str]) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", ["NoneType"]),
+        ("", ["job.yaml is empty; start with `model: …`"]),
         ("- 1\n", ["list"]),
         ("a: [1", ["line"]),
         ("steps: 1\nsteps: 2\n", ["steps", "twice"]),

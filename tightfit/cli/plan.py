@@ -155,13 +155,13 @@ def _check_outputs(options: PlanOptions) -> None:
 def _write_outputs(plan: "Plan", options: PlanOptions) -> list[str]:
     """Write the plan and its exports where they are asked for; a line about each file."""
     lines = []
-    if options.save is not None:
-        plan.save(options.save)
-        lines.append(f"wrote {options.save}; run it with `tightfit train {options.save}`")
     if options.export:
         from tightfit.exports.files import export
 
         lines += [line for wanted in options.export for line in export(plan, wanted)]
+    if options.save is not None:
+        plan.save(options.save)
+        lines.append(f"wrote {options.save}; run it with `tightfit train {options.save}`")
     return lines
 
 

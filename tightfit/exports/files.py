@@ -13,6 +13,7 @@ from tightfit.exports.accelerate import accelerate_config
 from tightfit.exports.deepspeed import deepspeed_config, trainer_arguments
 from tightfit.exports.estimate import engine_estimate
 from tightfit.exports.launch import slurm_script, torchrun_script
+from tightfit.exports.overwriting import refuse_overwriting
 from tightfit.exports.skypilot import skypilot_task
 from tightfit.exports.training_pods import kubernetes_training, pytorch_job
 from tightfit.jobs.engine import EngineName
@@ -56,34 +57,61 @@ def check_export(wanted: str) -> None:
 
 
 def export(plan: Plan, wanted: str) -> list[str]:
-    """Write `KIND=FILE`, or everything into the folder `wanted`; returns a line per file: written, or why not."""
+    """Write `KIND=FILE`, or everything into the folder `wanted`; returns a line per file: written, or why not.
+
+    Files of an earlier export are replaced. Where another file is in the way, that is told and nothing is written.
+    """
     check_export(wanted)
+    files, plan_file, keeps_plan = _files(wanted)
+    texts = {path: _text(plan, each, plan_file) for path, each in files.items()}
+    older = _older_plan(plan_file) if keeps_plan else None
+    for path, text in texts.items():
+        ours = (text, None if older is None else _text(older, files[path], plan_file))
+        if isinstance(text, str):
+            refuse_overwriting(path, [each for each in ours if isinstance(each, str)], "name another place")
+        elif len(files) == 1:
+            raise text
+    lines = [_written(plan, files[path], path, text) for path, text in texts.items()]
+    if keeps_plan:  # last, so that files which a killed export wrote are of this plan or of the older one
+        write_text(plan_file, json.dumps(plan.to_json(), indent=1), remedy="choose another place")
+        lines.insert(0, f"wrote {plan_file}")
+    return lines
+
+
+def _files(wanted: str) -> tuple[dict[Path, Export], Path, bool]:
+    """The files that are asked for, the file of the plan that they run, and whether that is written too."""
     kind, equals, place = wanted.partition("=")
-    if equals:
-        return _export_one(plan, EXPORTS[kind], Path(place))
-    folder = Path(wanted)
-    plan_file = folder / PLAN_FILE
-    lines = [_write(plan_file, json.dumps(plan.to_json(), indent=1))]
-    for each in EXPORTS.values():
-        try:
-            lines.append(_written(plan, each, folder / each.file, plan_file))
-        except UserError as error:
-            lines.append(f"no {each.file}: {error}")
-    return lines
+    if not equals:
+        folder = Path(wanted)
+        return {folder / each.file: each for each in EXPORTS.values()}, folder / PLAN_FILE, True
+    path = Path(place)
+    return {path: EXPORTS[kind]}, path.with_name(f"{path.stem}.{PLAN_FILE}"), EXPORTS[kind].runs_plan
 
 
-def _export_one(plan: Plan, wanted: Export, path: Path) -> list[str]:
-    plan_file = path.with_name(f"{path.stem}.{PLAN_FILE}")
-    lines = [_written(plan, wanted, path, plan_file)]
-    if wanted.runs_plan:
-        lines.append(_write(plan_file, json.dumps(plan.to_json(), indent=1)))
-    return lines
+def _text(plan: Plan, wanted: Export, plan_file: Path) -> str | UserError:
+    """The text of an export, or why the plan has none."""
+    try:
+        return wanted.text(plan, plan_file)
+    except UserError as error:
+        return error
 
 
-def _written(plan: Plan, wanted: Export, path: Path, plan_file: Path) -> str:
+def _older_plan(plan_file: Path) -> Plan | None:
+    """The plan of an earlier export; None where there was none."""
+    if not plan_file.exists():
+        return None
+    try:
+        return Plan.load(plan_file)
+    except (UserError, UnicodeDecodeError):
+        raise UserError(f"{plan_file} is there already and is not a plan; name another place, or remove it") from None
+
+
+def _written(plan: Plan, wanted: Export, path: Path, text: str | UserError) -> str:
     """Write one export; the returned line has the estimate for the engine that runs it, if that is another one."""
-    line = _write(path, wanted.text(plan, plan_file), executable=wanted.is_script)
-    return line if wanted.engine is None else f"{line}; {engine_estimate(plan, wanted.engine)}"
+    if isinstance(text, UserError):
+        return f"no {wanted.file}: {text}"
+    write_text(path, text, remedy="choose another place", executable=wanted.is_script)
+    return f"wrote {path}" if wanted.engine is None else f"wrote {path}; {engine_estimate(plan, wanted.engine)}"
 
 
 def _accelerate_text(plan: Plan) -> str:
@@ -93,8 +121,3 @@ def _accelerate_text(plan: Plan) -> str:
 
 def _json(fields: object) -> str:
     return json.dumps(fields, indent=2) + "\n"
-
-
-def _write(path: Path, text: str, *, executable: bool = False) -> str:
-    write_text(path, text, remedy="choose another place", executable=executable)
-    return f"wrote {path}"

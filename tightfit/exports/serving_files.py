@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Literal
 
-from tightfit.bounded_files import require_regular, user_path
+from tightfit.bounded_files import user_path
 from tightfit.durable import write_text
 from tightfit.errors import UserError
 from tightfit.exports.kubernetes import kubernetes_manifest
+from tightfit.exports.overwriting import refuse_overwriting
 from tightfit.exports.vllm import EngineOptions, vllm_script
 from tightfit.models.presets import PRESETS
 from tightfit.plan.serving.deployment import Deployment
@@ -26,7 +27,7 @@ def export_serving(
     else:
         text = kubernetes_manifest(deployment, options, image=image)
     path = out or Path(FILES[target])
-    _refuse_overwriting(path, text)
+    _require_free(path, text)
     write_text(path, text, remedy="name another place with --out", executable=target == "vllm")
     return path
 
@@ -47,17 +48,9 @@ def served_weights(model: str, weights: str | None) -> str:
     return str(path.resolve())
 
 
-def _refuse_overwriting(path: Path, text: str) -> None:
+def _require_free(path: Path, text: str) -> None:
     if not path.parent.is_dir():
         raise UserError(f"cannot write {path}: there is no directory {path.parent}; make it or give another --out")
     if path.is_dir():
         raise UserError(f"{path} is a directory; name a file with --out")
-    if not path.exists():
-        return
-    try:
-        size = require_regular(path)
-        same = size == len(text.encode()) and path.read_bytes() == text.encode()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; name another place with --out") from None
-    if not same:
-        raise UserError(f"{path} is there already and says something else; name another place with --out, or remove it")
+    refuse_overwriting(path, (text,), "name another place with --out")

@@ -33,7 +33,7 @@ def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
     """The job written in `text`."""
     fields = read_yaml(text, source)
     if not isinstance(fields, dict):
-        held = "is empty" if fields is None else "holds no fields"
+        held = "is empty" if fields is None else f"holds {type(fields).__name__}, not fields"
         raise UserError(f"{source} {held}; start with `model: …`")
     for override in overrides:
         _apply(fields, override)
