@@ -161,6 +161,26 @@ def test_mistakes(arguments: tuple[str, ...], said: str, tiny: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["small.gguf", "small.safetensors"])
+def test_an_output_named_as_a_file_is_refused(name: str, tiny: Path, tmp_path: Path, tightfit: Any) -> None:
+    result = tightfit("compress", tiny, "--method", "rtn", "--group", 32, "--out", tmp_path / name)
+    assert result.code == 2
+    assert f"{name}, named as a file of weights, but a directory is written" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_transformers_does_not_load_is_said(tiny: Path, tmp_path: Path, tightfit: Any) -> None:
+    """Rows with a zero point beside a projection in 8 bits; in groups the same load."""
+    for group, is_said in ((0, True), (32, False)):
+        made = tightfit(
+            "compress", tiny, "--method", "rtn", "--group", group, "--head", 8, "--out", tmp_path / f"{group}"
+        )
+        assert made.code == 0
+        assert ("transformers 5.23 not: rows with a zero point" in made.err) is is_said
+        cost = json.loads((tmp_path / f"{group}/report.json").read_text())["predicted"]
+        assert bool(cost["transformers_limit"]) is is_said
+
+
 def test_a_report_beside_the_model_and_sizes_against_perplexity(
     tiny: Path, text: Path, token_cache: Path, tmp_path: Path, tightfit: Any
 ) -> None:

@@ -321,3 +321,5 @@ def test_schemes_that_cannot_be(fields: dict, said: str) -> None:
 def test_a_matrix_without_whole_groups() -> None:
     with pytest.raises(UserError, match="576 inputs, which are no whole groups of 128; use a group of 64"):
         Scheme(bits=4, group=128).check(8, 576, "layers.0.attention.q")
+    with pytest.raises(UserError, match="72 inputs, which are no whole groups of 16; use int numbers with one scale"):
+        Scheme(bits=3, group=16, symmetric=False, outliers=True).check(8, 72, "layers.0.mlp.down")  # SpQR's group is 16

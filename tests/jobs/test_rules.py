@@ -173,6 +173,17 @@ def is_a_sentence(text: str | None) -> bool:
     return text is not None and "\n" not in text and not text.endswith(".") and ("; " in text or ", but " in text)
 
 
+@pytest.mark.parametrize(
+    ("size", "fix"), [(8193, "rows have no groups of 8"), (8256, "take 64"), (8228, "take 11"), (8200, "take 8")]
+)
+def test_a_group_that_is_proposed_fits(size: int, fix: str) -> None:
+    rule = next(rule for rule in RUN_RULES if rule.name == "rows_are_whole_groups")
+    rows = 2024 if size == 8228 else 2048
+    spec = replace(SPEC, hidden_size=rows, mlp_size=size, heads=1, kv_heads=1, head_dim=rows)
+    run = run_of(({}, {}, {"rounding": replace(ROUNDING, group=256), "spec": spec}))
+    assert fix in str(rule.sentence(run))
+
+
 @pytest.mark.parametrize("name", BROKEN_LEVERS)
 def test_levers_that_contradict_each_other(name: str) -> None:
     rule = next(rule for rule in LEVER_RULES if rule.name == name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tightfit.cli.options import AsJson, Device, ModelSource, TextField, refuse_given, takes_options
+from tightfit.cli.outputs import WEIGHT_FILES
 
 if TYPE_CHECKING:
     from tightfit.compress.report import CompressionReport
@@ -133,12 +134,17 @@ def compress(options: CompressOptions) -> None:
 
 
 def _refuse_mixed(options: CompressOptions) -> None:
-    """Refuse options that belong to another method than the chosen one."""
+    """Refuse options that belong to another method than the chosen one, and an output that would be a file."""
     from tightfit.compress.structure.structured import KeptShape
     from tightfit.errors import UserError
 
     method, names = options.method, f"--{', --'.join(options.method_options)}"
     has_method_options = any(value is not None for value in options.method_options.values())
+    if options.out.suffix.lower() in (".gguf", *WEIGHT_FILES):
+        raise UserError(
+            f"--out is {options.out}, named as a file of weights, but a directory is written; name one (for llama.cpp: "
+            "tightfit export MODEL small.gguf --dtype q4_k_m)"
+        )
     if options.kept != KeptShape() and method != "structured":
         raise UserError("--keep-layers, -heads, -mlp and -experts belong to --method structured")
     if options.recipe is not None:

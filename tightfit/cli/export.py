@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 import typer
 
 from tightfit.cli.options import AsJson, ModelSource, Verify
+from tightfit.cli.outputs import WEIGHT_FILES
 
 WHOLE = ("fp32", "bf16", "fp16", "q8_0")
 """Number formats that are written weight by weight, without calibration text."""
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 def export(

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from tightfit.errors import UserError
 
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+"""Endings of files of weights that are no GGUF; what is written is a directory that holds some."""
+
 
 def refuse_foreign(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     """Refuse a `path` that exists and is not `what` tightfit would write there."""

@@ -1,5 +1,7 @@
 """Settings that quantization-aware training does not go with."""
 
+from math import gcd
+
 from tightfit.jobs.lever_table import with_own_products
 from tightfit.jobs.rules.rule import RUN_RULES, Run, rule
 
@@ -30,5 +32,6 @@ def rows_are_whole_groups(run: Run) -> str | None:
     odd = next((size for size in sizes if size % run.rounding.group), None)
     if odd is None:
         return None
-    fits = next((group for group in (128, 64, 32, 16, 8) if all(size % group == 0 for size in sizes)), 8)
-    return f"quantize.group is {run.rounding.group}, but rows of {odd} weights are no whole groups; take {fits}"
+    fits = next((group for group in (128, 64, 32, 16, *range(8, 128)) if gcd(*sizes) % group == 0), None)
+    fix = "rows have no groups of 8 weights or more in common; drop it" if fits is None else f"take {fits}"
+    return f"quantize.group is {run.rounding.group}, but rows of {odd} weights are no whole groups; {fix}"

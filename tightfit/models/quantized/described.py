@@ -30,7 +30,7 @@ def wanted(config: Config, name: str, kind: type, source: str, default: Any = No
     """Field `name` of a quantization_config, of the right type."""
     value = config.get(name, default)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"quantization_config says {name} = {value!r}; {source} needs a {kind.__name__} there")
+        raise UserError(f"quantization_config says {name} = {value!r:.80}; {source} needs a {kind.__name__} there")
     return value
 
 
@@ -55,7 +55,7 @@ def _own_settings(rules: Any, module: str) -> Config:
 def _awq(config: Config, module: str) -> Scheme:
     version = config.get("version", "gemm")
     if str(version).lower() != "gemm":
-        raise UserError(f"quantization_config says AWQ version {version!r}; the version that is read is gemm")
+        raise UserError(f"quantization_config says AWQ version {version!r:.80}; the version that is read is gemm")
     group = wanted(config, "group_size", int, "awq")
     return Scheme(bits=wanted(config, "bits", int, "awq"), group=group, symmetric=not config.get("zero_point", True))
 
@@ -65,7 +65,7 @@ def _bitsandbytes(config: Config, module: str) -> Scheme:
         return INT8_SCHEME
     kind = config.get("bnb_4bit_quant_type")
     if kind != "nf4":
-        raise UserError(f"quantization_config says bitsandbytes 4-bit type {kind!r}; nf4 is what is read")
+        raise UserError(f"quantization_config says bitsandbytes 4-bit type {kind!r:.80}; nf4 is what is read")
     return NF4_SCHEME
 
 

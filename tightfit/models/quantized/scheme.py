@@ -115,7 +115,8 @@ class Scheme:
         """Refuse a matrix that cannot be cut into whole groups."""
         if self.group > 0 and inputs % self.group:
             fits = [g for g in (256, 128, 64, 32, 16, 8) if inputs % g == 0]
-            fix = f"use a group of {fits[0]}" if fits and self.kind == "int" else "use int numbers with one scale a row"
+            is_free = self.kind in ("int", "binary") and not self.outliers
+            fix = f"use a group of {fits[0]}" if fits and is_free else "use int numbers with one scale a row"
             raise UserError(f"{name} has {inputs} inputs, which are no whole groups of {self.group}; {fix}")
 
     def weight_bytes(self, outputs: int, inputs: int) -> int:
