@@ -153,7 +153,6 @@ OTHER_LAYOUTS: dict[str, tuple[str, Callable[[str], str], dict[str, tuple[int, .
     "gpt2-buffers": ("gpt2", lambda n: n, {"transformer.h.1.attn.masked_bias": ()}),
     "llama-base-model": ("llama-tied-wide-heads", lambda n: n.removeprefix("model."), {}),
     "llama-inv-freq": ("llama", lambda n: n, {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}),
-    "tied-head": ("qwen2", lambda n: n, {"lm_head.weight": (61, 32)}),
     "gemma3-old": (
         "gemma3",
         lambda n: f"language_model.{n}",
@@ -162,7 +161,7 @@ OTHER_LAYOUTS: dict[str, tuple[str, Callable[[str], str], dict[str, tuple[int, .
     "gemma3-new": (
         "gemma3",
         lambda n: n.replace("model.", "model.language_model."),
-        {"model.vision_tower.vision_model.embeddings.x": (3,), "lm_head.weight": (61, 32)},
+        {"model.vision_tower.vision_model.embeddings.x": (3,)},
     ),
 }
 
@@ -176,6 +175,22 @@ def test_other_layouts_of_the_same_weights(layout: str, tmp_path: Path) -> None:
     model = Decoder(ours.spec)
     load_weights(model, tmp_path)
     same(model.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("qwen2", ""), ("gemma3", "language_model.")])
+def test_a_tied_projection_that_is_stored_too_must_be_the_embedding(name: str, prefix: str, tmp_path: Path) -> None:
+    ours = pair(name).ours
+    weights = {f"{prefix}{n}": tensor.clone() for n, tensor in to_hf_state(ours, ours.spec).items()}
+    head = f"{prefix}lm_head.weight"
+    embedding = weights[f"{prefix}model.embed_tokens.weight"]
+    save_file(weights | {head: embedding.clone()}, tmp_path / "model.safetensors")
+    model = Decoder(ours.spec)
+    load_weights(model, tmp_path)
+    same(model.state_dict(), ours.state_dict())
+    for other in (2 * embedding, embedding[1:].clone()):
+        save_file(weights | {head: other}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=f"{head} in .* is not {prefix}model.embed_tokens.weight, to which config"):
+            load_weights(Decoder(ours.spec), tmp_path)
 
 
 def test_mxfp4_is_read_as_transformers_unpacks_it(tmp_path: Path) -> None:

@@ -24,13 +24,15 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.huggingface.mxfp4 import HALF_BLOCK, packed_names, unpacked, unpacked_shape
-from tightfit.models.huggingface.weight_names import TensorMap, tensor_maps
+from tightfit.models.huggingface.weight_names import HEAD_MODULE, TensorMap, tensor_maps
 from tightfit.models.resolve import read_config
 from tightfit.models.spec import ModelSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
+HEAD = f"{HEAD_MODULE}.weight"
+COMPARED_ROWS = 8192
 
 
 def to_hf_state(model: Decoder | Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -62,6 +64,8 @@ def load_weights(model: Decoder, directory: Path) -> None:
                 stored = tensors.get_slice(name)
                 _check_dtype(stored.get_dtype(), name, path)
                 _check_shape(stored.get_shape(), mapping, name, state, str(path))
+    if model.spec.tied and not state["embed.weight"].is_meta:
+        _require_tied(where, next(name for mapping, name in found if mapping.ours == ("embed.weight",)), model.spec)
     for path, wanted in by_file.items():
         with _reading(path) as tensors, torch.no_grad():
             for mapping, name in wanted:
@@ -126,13 +130,12 @@ def _match(
     found: dict[str, str] = {}
     spare: list[str] = []
     for name in names:
-        prefix, instead = next(((a, b) for a, b in family.prefixes if name.startswith(a)), ("", ""))
-        canonical = instead + name.removeprefix(prefix)
+        canonical = _canonical(name, spec)
         if canonical in found:
             raise UserError(f"{source} has {canonical} twice, also as {name}; remove one of them")
         if canonical in wanted:
             found[canonical] = name
-        elif not re.search(family.ignored, name) and not (spec.tied and canonical == "lm_head.weight"):
+        elif not re.search(family.ignored, name) and not (spec.tied and canonical == HEAD):
             spare.append(name)
     missing = [name for name in wanted if name not in found]
     if missing or spare:
@@ -140,6 +143,29 @@ def _match(
         told += [f"has {_some(spare)} that a {spec.family} model of this shape does not"] if spare else []
         raise UserError(f"{source} {' and '.join(told)}; config.json and weights must belong to the same model")
     return [(mapping, found[name]) for name, mapping in wanted.items()]
+
+
+def _canonical(name: str, spec: ModelSpec) -> str:
+    """The family's own name of a tensor, which some files give another prefix."""
+    prefix, instead = next(((a, b) for a, b in FAMILIES[spec.family].prefixes if name.startswith(a)), ("", ""))
+    return instead + name.removeprefix(prefix)
+
+
+def _require_tied(where: Mapping[str, Path], embedding: str, spec: ModelSpec) -> None:
+    """Refuse a tied output projection that is stored all the same, and is not the embedding: it would be ignored."""
+    for head in [name for name in where if _canonical(name, spec) == HEAD]:
+        with _reading(where[embedding]) as ours, _reading(where[head]) as theirs:
+            pair = ours.get_slice(embedding), theirs.get_slice(head)
+            shapes = [part.get_shape() for part in pair]
+            equal = shapes[0] == shapes[1] and all(
+                torch.equal(*(part[row : row + COMPARED_ROWS].float() for part in pair))
+                for row in range(0, shapes[0][0], COMPARED_ROWS)
+            )
+        if not equal:
+            raise UserError(
+                f"{head} in {where[head]} is not {embedding}, to which config.json ties it; set tie_word_embeddings "
+                "to false there, or remove it"
+            )
 
 
 def _some(names: list[str]) -> str:
