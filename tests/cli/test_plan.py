@@ -193,6 +193,17 @@ def test_estimators_stand_beside_ours(tightfit: Any) -> None:
     assert "The same question to others" in tightfit(*EIGHT, "--compare-estimators").out
 
 
+def test_counts_and_sizes_are_taken_as_people_write_them(tightfit: Any) -> None:
+    asked = ("plan", "smollm2-135m", "--on", "T4", "--host-memory", "64G", "--json")
+    short = tightfit(*asked, "--seq", "1k", "--batch-tokens", "4k", "--tokens", "8K").json
+    assert short == tightfit(*asked, "--seq", 1000, "--global-batch", 4, "--steps", 2).json
+    served = ("plan", "smollm2-135m", "--on", "T4", "--serve", "--json")
+    assert (
+        tightfit(*served, "--context", "2k", "--batch", 4).json
+        == tightfit(*served, "--context", 2000, "--batch", 4).json
+    )
+
+
 def test_batch_splits_tokens_over_ranks(tightfit: Any) -> None:
     """DeepSeek-V3: 61 M = 1920 × 32 K, 1920 = 16 × 120."""
     arguments = ("batch", "--tokens", "61.44M", "--seq", 32000, "--ranks", 120)
@@ -224,8 +235,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["llama-3.1-8b", "--on", "0xT4"], ["0 GPUs"]),
     (["llama-3.1-8b", "--on", "8xH101-80GB"], ["H101-80GB", "H100-80GB"]),
     (["llama-3.1-8b", "--on", "A100"], ["A100-40GB or A100-80GB"]),
-    (["llama-3.1-8b", "--on", "T4", "--seq", "0"], ["0"]),
-    (["llama-3.1-8b", "--on", "T4", "--global-batch", "0"], ["global_batch is 0"]),
+    (["llama-3.1-8b", "--on", "T4", "--seq", "0"], ["--seq is 0; give at least 2"]),
+    (["llama-3.1-8b", "--on", "T4", "--seq", "1.5"], ["--seq is '1.5'; write a whole number"]),
+    (["llama-3.1-8b", "--on", "T4", "--global-batch", "0"], ["--global-batch is 0; give at least 1"]),
     (["llama-3.1-8b", "--on", "8xT4", "--global-batch", "7", "-o", "layout.data=8"], ["global batch 7", "8"]),
     (["llama-3.1-8b", "--on", "8xT4", "--global-batch", "8", "--batch-tokens", "4M"], ["give one of the two"]),
     (["llama-3.1-8b", "--on", "8xT4", "--batch-tokens", "lots"], ["--batch-tokens", "lots"]),

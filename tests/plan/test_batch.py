@@ -63,12 +63,14 @@ def test_a_plan_works_through_exactly_its_batch() -> None:
     assert any("7 rows is not a multiple of 8 GPUs" in note for note in odd.notes)
 
 
-@pytest.mark.parametrize(("text", "count"), [("4M", 4_000_000), ("15T", 15 * 10**12), ("1,024", 1024), ("2.5k", 2500)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("4M", 4_000_000), ("15T", 15 * 10**12), ("1,024", 1024), ("2.3k", 2300), ("4k", 4000)]
+)
 def test_counts_as_people_write_them(text: str, count: int) -> None:
     assert parse_count(text, "--tokens") == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "4Q", "-3"])
+@pytest.mark.parametrize("text", ["", "many", "4Q", "-3", "1.5", "1.0001k"])
 def test_other_counts_are_a_sentence(text: str) -> None:
     with pytest.raises(UserError, match="--tokens is"):
         parse_count(text, "--tokens")
