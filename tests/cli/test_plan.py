@@ -299,6 +299,26 @@ def test_rows_longer_than_the_model_are_planned_with_a_note(tightfit: Any) -> No
     assert "1,048,576 tokens, but the model has 131,072 positions; extend them" in made.out
 
 
+@pytest.mark.parametrize("columns", [40, 60])
+@pytest.mark.parametrize("words", [EIGHT, ("plan", "llama-3.2-1b", "--on", "T4", "--serve")], ids=["train", "serve"])
+def test_the_bars_fit_a_narrow_terminal(
+    columns: int, words: tuple[str, ...], tightfit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bars = [line for line in tightfit(*words).out.splitlines() if any(mark in line for mark in "█░▏")]
+    assert "GiB of" in bars[0]
+    assert all(line.startswith("  ") and "iB" in line and len(line) <= columns for line in bars)
+
+
+def test_lines_in_a_pipe_are_whole(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tightfit plan … | grep tokens/s`"""
+    monkeypatch.delenv("COLUMNS")
+    (headline,) = (line for line in tightfit(*EIGHT).out.splitlines() if "tokens/s" in line)
+    assert headline.startswith("llama-3.1-8b on 8xV100-32GB: fits, ")
+    served = tightfit("plan", "llama-3.2-1b", "--on", "T4", "--serve").out
+    assert any("tokens/s" in line and line.endswith("at a time") for line in served.splitlines())
+
+
 def test_mfu_is_told_and_the_bar_fits_the_terminal(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     made, data = tightfit(*EIGHT), tightfit(*EIGHT, "--json").json
