@@ -69,7 +69,7 @@ def test_settings_that_cannot_be_are_told_before_a_model_is_loaded(
 def test_tokens_of_a_beam_search_are_not_called_those_of_answers(tiny: Path, tightfit: Any, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
     words = ("--in", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "-n", 3, "--beams", 2)
-    assert "1 prompts answered, 5 tokens of all beams, in " in tightfit("generate", tiny, *words).out
+    assert "1 prompt answered, 5 tokens of all beams, in " in tightfit("generate", tiny, *words).out
 
 
 def test_what_was_measured_is_told_though_it_cannot_be_drawn(

@@ -316,6 +316,7 @@ def test_lines_in_a_pipe_are_whole(tightfit: Any, monkeypatch: pytest.MonkeyPatc
     (headline,) = (line for line in tightfit(*EIGHT).out.splitlines() if "tokens/s" in line)
     assert headline.startswith("llama-3.1-8b on 8xV100-32GB: fits, ")
     served = tightfit("plan", "llama-3.2-1b", "--on", "T4", "--serve").out
+    assert "\n1 request of 4,096 tokens: " in served
     assert any("tokens/s" in line and line.endswith("at a time") for line in served.splitlines())
 
 

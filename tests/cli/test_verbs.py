@@ -176,6 +176,7 @@ def test_models_lists_presets_with_their_sizes(tightfit: Any) -> None:
     assert "8,030,261,248" in tightfit("models").out
     assert tightfit("models", "mixtral-8x7b", "--json").json["experts"] == "2/8"
     assert "32000" in tightfit("models", "llama-2-7b").out.replace(",", "")
+    assert "None" not in tightfit("models", "llama-2-7b").out
 
 
 def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tightfit.cli.options import AsJson, count_option, refuse_given, takes_options
+from tightfit.counted import counted
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
@@ -113,7 +114,7 @@ def plan(options: PlanOptions) -> None:
 
     question = _with_adapters(_question(options, machine), options.adapter, options.bits)
     _check_outputs(options)
-    with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
+    with waiting(f"looking through the layouts of {counted(machine.ranks, 'GPU')}"):
         found = answer(question)
     with waiting("rehearsing the step on fake tensors"):
         extra = _more(found.plan, options)

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from tightfit.counted import counted
 from tightfit.report.console import output_console
 from tightfit.report.tables import print_json
 
@@ -19,7 +20,7 @@ def print_verdict(verdict: "Verdict", target: "CheckTarget", *, as_json: bool) -
         return print_json({**verdict.to_json(), **shape})
     console = output_console()
     spread = ", ".join(f"{name} {value}" for name, value in target.layout.model_dump(exclude_defaults=True).items())
-    console.print(f"{verdict.ranks} ranks ({spread}) against one, {verdict.steps} steps")
+    console.print(f"{counted(verdict.ranks, 'rank')} ({spread}) against one, {counted(verdict.steps, 'step')}")
     frozen = "" if target.adapter.rank is None else f", frozen, with adapters of rank {target.adapter.rank}"
     console.print(f"a {target.spec.family} of {target.spec.params():,} weights{frozen}, {verdict.compared} comparisons")
     if verdict.first is None:

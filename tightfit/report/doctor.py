@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from tightfit.counted import counted
 from tightfit.hardware.collective_rates import OPERATIONS
 from tightfit.report.console import output_console
 from tightfit.report.escaping import escape
@@ -27,7 +28,7 @@ def print_diagnosis(diagnosis: "Diagnosis", *, as_json: bool) -> None:
         table.add_row(each.what, f"[{COLOURS[each.verdict]}]{each.verdict}[/]", escape(each.words))
     if splits:
         named = ", ".join(each.what for each in splits)
-        table.add_row(f"{len(splits)} splits", "[green]fine[/]", escape(f"train as one process does: {named}"))
+        table.add_row(counted(len(splits), "split"), "[green]fine[/]", escape(f"train as one process does: {named}"))
     console.print(table)
     if diagnosis.rates is not None:
         console.print(_rates_table(diagnosis.rates))

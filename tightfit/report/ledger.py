@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from tightfit.counted import counted
 from tightfit.memory.comparison import Comparison, Pair
 from tightfit.memory.ledger import COMPONENTS, Ledger, Place
 from tightfit.report.console import output_console
@@ -27,7 +28,7 @@ def print_measured(found: "MeasuredRun", file: Path, picture: Path, *, as_json: 
     console = output_console()
     console.print(
         f"[bold]{count_name(found.params)} parameters, {found.precision}, {escape(found.device)}[/bold]: "
-        f"{len(found.losses)} step(s), last loss {found.losses[-1]:.3f}"
+        f"{counted(len(found.losses), 'step')}, last loss {found.losses[-1]:.3f}"
     )
     console.print(ledger_table(found.ledger))
     console.print(largest_table(found.largest))

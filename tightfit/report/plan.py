@@ -7,6 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.counted import counted
 from tightfit.hardware.calibration import Calibration, read_calibrations
 from tightfit.hardware.catalog import CATALOG
 from tightfit.jobs.lever_table import describe_levers
@@ -97,7 +98,7 @@ def _facts(answer: Answer) -> Table:
         rows.append(("host memory", f"{training} a node, {saving} while a checkpoint is written"))
     if plan.steps:
         total = plan.steps * plan.step_seconds
-        rows.append(("the job", f"{plan.steps:,} steps, {_seconds(total)}, {_gpu_hours(plan, total)}"))
+        rows.append(("the job", f"{counted(plan.steps, 'step')}, {_seconds(total)}, {_gpu_hours(plan, total)}"))
     for name, value in rows:
         table.add_row(f"[dim]{name}[/dim]", escape(value))
     return table
@@ -206,9 +207,9 @@ def _speeds(serving: Serving) -> str:
     speed, most = serving.predicted_tokens_per_second, serving.tokens_per_second
     first_ms, least_ms = 1e3 * serving.predicted_first_token_seconds, 1e3 * serving.first_token_seconds
     return (
-        f"{serving.requests} request(s) of {serving.length:,} tokens: {speed:,.0f} tokens/s, at most {most:,.0f} at "
-        f"the card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} for its products; "
-        f"room for {serving.most_requests:,} at a time"
+        f"{counted(serving.requests, 'request')} of {counted(serving.length, 'token')}: {speed:,.0f} tokens/s, at most "
+        f"{most:,.0f} at the card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} "
+        f"for its products; room for {serving.most_requests:,} at a time"
     )
 
 

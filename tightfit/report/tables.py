@@ -144,6 +144,8 @@ def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: boo
 def _print_pairs(title: str, facts: Mapping[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in facts.items():
+        if value is None:
+            continue
         table.add_row(
             name, escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
         )
