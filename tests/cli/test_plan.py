@@ -243,6 +243,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["llama-3.1-8b", "--on", "8xT4", "--batch-tokens", "lots"], ["--batch-tokens", "lots"]),
     (["llama-3.1-8b", "--on", "8xT4", "--steps", "5", "--tokens", "1T"], ["give one of the two"]),
     (["llama-3.1-8b", "--on", "8xT4", "-o", "layout.tensor=3"], ["layout.tensor is 3", "8 GPUs"]),
+    (["llama-3.1-8b", "--on", "T4", "-o", "layout.tensor=3"], ["the machine's 1 GPU; change one"]),
     (["llama-3.1-8b", "--on", "8xT4", "-o", "layout.colour=red"], ["layout.colour"]),
     (["llama-3.1-8b", "--on", "8xT4", "-o", "nonsense"], ["nonsense"]),
     (["llama-3.1-8b", "--on", "8xT4", "--precision", "bf16"], ["T4-16GB has no bf16"]),
