@@ -18,7 +18,7 @@ from tightfit.launch.forked import start_server
 
 PACKAGE = Path(__file__).parent.parent / "tightfit"
 FLOORS = [
-    ["printable", "bounded_patterns"],
+    ["printable", "bounded_patterns", "counted"],
     ["errors"],
     ["durable", "writer_lock"],
     ["bounded_files"],

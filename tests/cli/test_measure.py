@@ -58,7 +58,7 @@ def job_file(tmp_path: Path, corpus: Path, token_cache: Path) -> Path:
 def test_measure_prints_and_writes_the_ledger(job_file: Path, tightfit: Any) -> None:
     made = tightfit("measure", job_file, "--steps", 2)
     assert made.code == 0, made.err
-    for word in ("forward", "◀", "optimizer states", "allocated", "Largest tensors", "layers.*.mlp", "2 step(s)"):
+    for word in ("forward", "◀", "optimizer states", "allocated", "Largest tensors", "layers.*.mlp", "2 steps"):
         assert word in made.out
     run = job_file.parent / "run"
     assert sorted(path.name for path in run.iterdir()) == ["ledger.json", "memory.png"]

@@ -69,7 +69,7 @@ def test_settings_that_cannot_be_are_told_before_a_model_is_loaded(
 def test_tokens_of_a_beam_search_are_not_called_those_of_answers(tiny: Path, tightfit: Any, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
     words = ("--in", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "-n", 3, "--beams", 2)
-    assert "1 prompts answered, 5 tokens of all beams, in " in tightfit("generate", tiny, *words).out
+    assert "1 prompt answered, 5 tokens of all beams, in " in tightfit("generate", tiny, *words).out
 
 
 def test_what_was_measured_is_told_though_it_cannot_be_drawn(
@@ -103,14 +103,25 @@ def test_weights_are_as_readable_as_what_lies_beside_them(
 
 def test_output_to_a_full_disk_and_a_closed_input_are_sentences() -> None:
     """As a shell starts it: `tightfit models > full`, `tightfit sample … <&-`."""
-    with open("/dev/full", "w") as full:
-        made = subprocess.run(
-            [sys.executable, "-m", "tightfit", "models"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
     said = "tightfit: cannot write the output: No space left on device; make room and run the same again\n"
-    assert (made.returncode, made.stderr) == (2, said)
+    for words in (["models"], ["models", "--json"]):
+        with open("/dev/full", "w") as full:
+            made = subprocess.run(
+                [sys.executable, "-m", "tightfit", *words], stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        assert (made.returncode, made.stderr) == (2, said)
     with pytest.raises(UserError, match="the standard input is closed; give text"):
         read_text(None)
+
+
+@pytest.mark.parametrize("words", [["models"], ["models", "--json"], ["train", "--help"]], ids=" ".join)
+def test_a_reader_that_has_gone_ends_a_command_as_a_shell_expects(words: list[str]) -> None:
+    """`tightfit models | head -1`: 141, as of SIGPIPE, and not a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    made = subprocess.run([sys.executable, "-m", "tightfit", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (made.returncode, made.stderr) == (141, "")
 
 
 def test_a_model_that_only_somebody_else_may_read_is_a_sentence(

@@ -193,6 +193,17 @@ def test_estimators_stand_beside_ours(tightfit: Any) -> None:
     assert "The same question to others" in tightfit(*EIGHT, "--compare-estimators").out
 
 
+def test_counts_and_sizes_are_taken_as_people_write_them(tightfit: Any) -> None:
+    asked = ("plan", "smollm2-135m", "--on", "T4", "--host-memory", "64G", "--json")
+    short = tightfit(*asked, "--seq", "1k", "--batch-tokens", "4k", "--tokens", "8K").json
+    assert short == tightfit(*asked, "--seq", 1000, "--global-batch", 4, "--steps", 2).json
+    served = ("plan", "smollm2-135m", "--on", "T4", "--serve", "--json")
+    assert (
+        tightfit(*served, "--context", "2k", "--batch", 4).json
+        == tightfit(*served, "--context", 2000, "--batch", 4).json
+    )
+
+
 def test_batch_splits_tokens_over_ranks(tightfit: Any) -> None:
     """DeepSeek-V3: 61 M = 1920 × 32 K, 1920 = 16 × 120."""
     arguments = ("batch", "--tokens", "61.44M", "--seq", 32000, "--ranks", 120)
@@ -224,13 +235,15 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["llama-3.1-8b", "--on", "0xT4"], ["0 GPUs"]),
     (["llama-3.1-8b", "--on", "8xH101-80GB"], ["H101-80GB", "H100-80GB"]),
     (["llama-3.1-8b", "--on", "A100"], ["A100-40GB or A100-80GB"]),
-    (["llama-3.1-8b", "--on", "T4", "--seq", "0"], ["0"]),
-    (["llama-3.1-8b", "--on", "T4", "--global-batch", "0"], ["global_batch is 0"]),
+    (["llama-3.1-8b", "--on", "T4", "--seq", "0"], ["--seq is 0; give at least 2"]),
+    (["llama-3.1-8b", "--on", "T4", "--seq", "1.5"], ["--seq is '1.5'; write a whole number"]),
+    (["llama-3.1-8b", "--on", "T4", "--global-batch", "0"], ["--global-batch is 0; give at least 1"]),
     (["llama-3.1-8b", "--on", "8xT4", "--global-batch", "7", "-o", "layout.data=8"], ["global batch 7", "8"]),
     (["llama-3.1-8b", "--on", "8xT4", "--global-batch", "8", "--batch-tokens", "4M"], ["give one of the two"]),
     (["llama-3.1-8b", "--on", "8xT4", "--batch-tokens", "lots"], ["--batch-tokens", "lots"]),
     (["llama-3.1-8b", "--on", "8xT4", "--steps", "5", "--tokens", "1T"], ["give one of the two"]),
     (["llama-3.1-8b", "--on", "8xT4", "-o", "layout.tensor=3"], ["layout.tensor is 3", "8 GPUs"]),
+    (["llama-3.1-8b", "--on", "T4", "-o", "layout.tensor=3"], ["the machine's 1 GPU; change one"]),
     (["llama-3.1-8b", "--on", "8xT4", "-o", "layout.colour=red"], ["layout.colour"]),
     (["llama-3.1-8b", "--on", "8xT4", "-o", "nonsense"], ["nonsense"]),
     (["llama-3.1-8b", "--on", "8xT4", "--precision", "bf16"], ["T4-16GB has no bf16"]),
@@ -285,6 +298,27 @@ def test_rows_longer_than_the_model_are_planned_with_a_note(tightfit: Any) -> No
     made = tightfit("plan", "llama-3.1-8b", "--on", "8xH100-80GB", "--seq", 2**20, "--global-batch", 8)
     assert made.code in (0, 4)
     assert "1,048,576 tokens, but the model has 131,072 positions; extend them" in made.out
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+@pytest.mark.parametrize("words", [EIGHT, ("plan", "llama-3.2-1b", "--on", "T4", "--serve")], ids=["train", "serve"])
+def test_the_bars_fit_a_narrow_terminal(
+    columns: int, words: tuple[str, ...], tightfit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bars = [line for line in tightfit(*words).out.splitlines() if any(mark in line for mark in "█░▏")]
+    assert "GiB of" in bars[0]
+    assert all(line.startswith("  ") and "iB" in line and len(line) <= columns for line in bars)
+
+
+def test_lines_in_a_pipe_are_whole(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tightfit plan … | grep tokens/s`"""
+    monkeypatch.delenv("COLUMNS")
+    (headline,) = (line for line in tightfit(*EIGHT).out.splitlines() if "tokens/s" in line)
+    assert headline.startswith("llama-3.1-8b on 8xV100-32GB: fits, ")
+    served = tightfit("plan", "llama-3.2-1b", "--on", "T4", "--serve").out
+    assert "\n1 request of 4,096 tokens: " in served
+    assert any("tokens/s" in line and line.endswith("at a time") for line in served.splitlines())
 
 
 def test_mfu_is_told_and_the_bar_fits_the_terminal(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

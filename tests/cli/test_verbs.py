@@ -176,6 +176,7 @@ def test_models_lists_presets_with_their_sizes(tightfit: Any) -> None:
     assert "8,030,261,248" in tightfit("models").out
     assert tightfit("models", "mixtral-8x7b", "--json").json["experts"] == "2/8"
     assert "32000" in tightfit("models", "llama-2-7b").out.replace(",", "")
+    assert "None" not in tightfit("models", "llama-2-7b").out
 
 
 def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Path) -> None:
@@ -246,8 +247,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sample", "RUN", "-p", "x", "--top-p", "7"], ["top_p", "7"]),
     (["evaluate", "RUN", "--data", "absent.txt"], ["absent.txt"]),
     (["evaluate", "RUN", "--data", "TEXT", "--seq", "1"], ["1"]),
-    (["evaluate", "RUN", "--data", "TEXT", "--seq", "0"], ["sequence_length is 0"]),
-    (["evaluate", "RUN", "--data", "TEXT", "--against", "RUN", "--seq", "0"], ["sequence_length is 0"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--seq", "0"], ["--seq is 0; give at least 2"]),
+    (["evaluate", "RUN", "--data", "TEXT", "--against", "RUN", "--seq", "0"], ["--seq is 0; give at least 2"]),
     (["evaluate", "RUN", "--data", "TEXT", "--against", "RUN", "--precision", "bf16"], ["--precision", "--against"]),
     (["evaluate", "RUN", "--data", "TEXT", "--chat"], ["plain text", "chats are rows"]),
     (["sample", "RUN", "-p", ""], ["prompt is empty", "-p"]),
@@ -267,9 +268,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["plan", "JOB", "--on", "T4", "-o", "levers.zero=3"], ["levers.zero", "did you mean layout.zero?"]),
     (["export", "RUN", "NEW", "--data", "TEXT"], ["--data", "bf16"]),
     (["export", "RUN", "NEW", "--format", "gptq", "--dtype", "fp16"], ["--dtype", "gptq"]),
-    (["plan", "JOB", "--on", "T4", "--seq", "0"], ["sequence_length is 0"]),
-    (["plan", "JOB", "--on", "T4", "--global-batch", "0"], ["global_batch is 0"]),
-    (["plan", "JOB", "--on", "T4", "--steps", "0"], ["0 steps"]),
+    (["plan", "JOB", "--on", "T4", "--seq", "0"], ["--seq is 0; give at least 2"]),
+    (["plan", "JOB", "--on", "T4", "--global-batch", "0"], ["--global-batch is 0; give at least 1"]),
+    (["plan", "JOB", "--on", "T4", "--steps", "0"], ["--steps is 0; give at least 1"]),
     (["train", "JOB", "--fields"], ["is JOB,", "--fields only lists"]),
     (["train", "--fields", "--from", "step-1"], ["--from is step-1", "--fields only lists"]),
     (["train", "JOB", "-o", "output=NEW", "--dry-run", "--memory", "much"], ["--memory", "much"]),

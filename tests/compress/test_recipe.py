@@ -10,7 +10,7 @@ from tests.compress.test_compression import FAMILIES
 from tests.jobs.test_load import alias_bomb
 from tightfit.compress.cost import schemes
 from tightfit.compress.fit.bit_choice import settled_for
-from tightfit.compress.recipe import CALIBRATED, METHODS, USED, Recipe, Step, read_recipe, recipe_of
+from tightfit.compress.recipe import CALIBRATED, METHODS, OF_OPTION, USED, Recipe, Step, read_recipe, recipe_of
 from tightfit.compress.rounding.rotation import rotated_spec
 from tightfit.errors import UserError
 from tightfit.models.quantized.matrices import matrices
@@ -21,6 +21,8 @@ from tightfit.models.quantized.matrices import matrices
     [
         ("- {method: foo}", "unknown; use one of rotate, .*, or alone structured, svd, whitened-svd"),
         ("- {method: svd}", "method svd is no step; use --method svd alone, and compress what it makes"),
+        ("- {method: gtpq}", r"method 'gtpq' is unknown; did you mean gptq\?$"),
+        ("- {method: 5}", "method 5 is unknown; use one of rotate, keep, rtn"),
         ("- {bits: 4}", "with a method"),
         ("- {method: gptq, bits: four}", "bits"),
         ("- {method: gptq, widht: 4}", "widht"),
@@ -55,6 +57,20 @@ def test_recipes_that_cannot_be(content: str, said: str, tmp_path: Path) -> None
     (tmp_path / "recipe.yaml").write_text(content)
     with pytest.raises(UserError, match=said):
         read_recipe(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("gtpq", r"method 'gtpq' is unknown; did you mean gptq\?$"),
+        ("wanda+GPTQ", r"method 'GPTQ' is unknown; did you mean gptq\?$"),
+        ("keep+rtn", "'keep' is unknown; use one of rotate, rtn, .*, or alone structured, svd, whitened-svd"),
+        ("foo", "use one of rotate, rtn, gptq"),
+    ],
+)
+def test_methods_that_the_option_does_not_take(method: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        recipe_of(method)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -155,9 +171,9 @@ def test_a_head_of_the_layers_width_is_coded_like_them() -> None:
     assert recipe_of("fp8", head=8).describe() == "fp8, then rtn int8 per channel for head"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", OF_OPTION)
 def test_a_head_beside_layers_whose_method_reads_text_is_coded_by_gptq(method: str) -> None:
-    recipe = recipe_of(f"{method}+rtn" if method in ("rotate", "keep") else method, head=8)
+    recipe = recipe_of(f"{method}+rtn" if method == "rotate" else method, head=8)
     step = recipe.coding("head")
     assert step is not None
     assert (step.method == "gptq") == any(each.method in CALIBRATED for each in recipe.steps[:-1])

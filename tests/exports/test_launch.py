@@ -164,6 +164,25 @@ def test_only_files_of_an_earlier_export_are_replaced(two_nodes: Plan, tmp_path:
     assert not (tmp_path / "go.sh").exists()
 
 
+def test_files_of_an_earlier_plan_that_the_new_one_has_none_of_are_removed(two_nodes: Plan, tmp_path: Path) -> None:
+    """They would contradict the plan beside them; what a user changed or made stays."""
+    split = planned("llama-3.1-8b", "2x8xH100-80GB", 4096, 64, "layout.tensor=2", host="1TB").plan
+    export(two_nodes, str(tmp_path))
+    edited = tmp_path / "accelerate.yaml"
+    edited.write_text(edited.read_text() + "# mine\n")
+    said = export(split, str(tmp_path))
+    assert not (tmp_path / "deepspeed.json").exists()
+    assert any(
+        line.startswith(f"removed {tmp_path / 'deepspeed.json'}, which was the earlier plan's: ") for line in said
+    )
+    assert edited.read_text().endswith("# mine\n")
+    assert any(line.startswith("no accelerate.yaml, and the one in") and "not of this plan" in line for line in said)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "deepspeed.json").write_text("{}")
+    assert not any(line.startswith("removed") for line in export(split, str(tmp_path / "other")))
+    assert (tmp_path / "other" / "deepspeed.json").read_text() == "{}"
+
+
 def test_mistakes_are_one_sentence(two_nodes: Plan, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no export 'megatron'; write one of deepspeed"):
         export(two_nodes, "megatron=x.json")

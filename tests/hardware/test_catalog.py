@@ -74,7 +74,9 @@ def test_what_cuda_reports_is_less_than_the_box_says() -> None:
     assert find_accelerator("GH200-96GB").memory_bytes == 96 * 10**9
 
 
-@pytest.mark.parametrize("name", ["h100-80gb", "H100 80GB", "NVIDIA H100-80GB", "H10080GB"])
+@pytest.mark.parametrize(
+    "name", ["h100-80gb", "H100 80GB", "NVIDIA H100-80GB", "H10080GB", "H100-80GiB", "H100 80 gib"]
+)
 def test_spelling_does_not_matter(name: str) -> None:
     assert find_accelerator(name).name == "H100-80GB"
 

@@ -33,7 +33,8 @@ def test_parse(text: str, nodes: int, per_node: int, card: str, form: str, intra
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("512GB", 512 * 10**9), ("64 GiB", 64 * 2**30), ("1.5TB", 1_500_000_000_000)]
+    ("text", "size"),
+    [("512GB", 512 * 10**9), ("64 GiB", 64 * 2**30), ("64G", 64 * 10**9), ("1.5TB", 1_500_000_000_000)],
 )
 def test_host_memory(text: str, size: int) -> None:
     assert parse_machine("T4", text).host_bytes == size

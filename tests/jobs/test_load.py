@@ -10,6 +10,7 @@ import pytest
 from tests.covering import sampled
 from tests.speed import within_turns
 from tightfit.errors import UserError
+from tightfit.jobs.common_words import SET_BY
 from tightfit.jobs.fields import field_rows
 from tightfit.jobs.load import default_job, load_job, parse_job
 
@@ -44,6 +45,20 @@ def test_data_may_be_a_list_of_paths() -> None:
     assert (job.data.train, job.data.sequence_length) == (["a.txt", "b.txt"], 8)
 
 
+def test_words_of_other_trainers_name_fields_of_a_job() -> None:
+    fields = {row.path for row in field_rows()}
+    sections = {path.rpartition(".")[0] for path in fields}
+    assert set(SET_BY) <= fields | sections
+    words = [word for each in SET_BY.values() for word in each]
+    assert len(words) == len(set(words))
+    assert not set(words) & {path.rpartition(".")[2] for path in fields}, "it is a word of ours"
+
+
+def test_an_unknown_field_is_told_before_the_one_that_it_may_stand_for() -> None:
+    with pytest.raises(UserError, match=r"unknown field dataset \(value 'a.txt'\); data.train sets that here"):
+        parse_job("model: tiny-llama\ndataset: a.txt\noutput: runs/x\nsteps: 10\n", "job.yaml")
+
+
 def test_later_override_wins() -> None:
     assert parse_job(MINIMAL, "job.yaml", ["steps=3", "steps=4"]).steps == 4
 
@@ -58,6 +73,11 @@ def test_job_survives_its_own_dump() -> None:
 MISTAKES = [
     (["optimizer.lrr=3"], ["optimizer.lrr", "3", "did you mean lr"]),
     (["nonsense=1"], ["nonsense", "the fields there are model"]),
+    (["batch_size=4"], ["unknown field batch_size (value 4); global_batch sets that here: Rows per optimizer step"]),
+    (["optimizer.learning_rate=1"], ["unknown field optimizer.learning_rate", "optimizer.lr sets that here: Peak"]),
+    (["lora={r: 16}"], ["unknown field lora", "adapter sets that here: Low-rank matrices"]),
+    (["adapter.r=16"], ["unknown field adapter.r", "adapter.rank sets that here"]),
+    (["Seq-Len=16"], ["unknown field Seq-Len", "data.sequence_length sets that here: Tokens per"]),
     (["steps=abc"], ["steps", "'abc'", "whole number"]),
     (["output=[1]"], ["output is [1]", "it should be a path"]),
     (["output=''"], ["output is ''", "it should be a path"]),

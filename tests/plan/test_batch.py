@@ -3,8 +3,11 @@
 import pytest
 
 from tests.plan.questions import planned
+from tightfit.counted import counted, counted_tokens
 from tightfit.errors import UserError
 from tightfit.hardware.sizes import parse_count
+from tightfit.jobs.lever_table import describe_levers
+from tightfit.jobs.levers import Levers
 from tightfit.plan.batch import Batch, rows_of_tokens, split_rows, splits, warning
 
 
@@ -17,6 +20,20 @@ def test_61_million_tokens_are_1920_rows() -> None:
     assert split_rows(1920, 32_000, 1, 120) == batch
     assert split_rows(1920, 32_000, 4, 120).accumulation == 4
     assert "1,920 rows × 32,000 = 61.4 M tokens a step = micro-batch 1 × accumulation 16 × 120" in str(batch)
+
+
+def test_counts_are_written_as_they_are_said() -> None:
+    one = Batch(sequence_length=4096, micro=1, accumulation=1, ranks=1)
+    assert str(one) == "1 row × 4,096 = 4,096 tokens a step = micro-batch 1 × accumulation 1 × 1 data rank"
+    assert (counted(0, "row"), counted(1, "row"), counted(2_000, "row")) == ("0 rows", "1 row", "2,000 rows")
+    assert (counted_tokens(1), counted_tokens(999_999), counted_tokens(10**6)) == (
+        "1 token",
+        "999,999 tokens",
+        "1 M tokens",
+    )
+    assert describe_levers(Levers(loss_chunk_bytes=0)) == "smallest loss chunks"
+    assert describe_levers(Levers(loss_chunk_bytes=2**19)) == "loss chunks of 0.5 MiB"
+    assert describe_levers(Levers(num_checkpoints=1)) == "checkpoint 1 layer"
 
 
 def test_tokens_become_rows_that_can_be_split() -> None:
@@ -63,12 +80,14 @@ def test_a_plan_works_through_exactly_its_batch() -> None:
     assert any("7 rows is not a multiple of 8 GPUs" in note for note in odd.notes)
 
 
-@pytest.mark.parametrize(("text", "count"), [("4M", 4_000_000), ("15T", 15 * 10**12), ("1,024", 1024), ("2.5k", 2500)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("4M", 4_000_000), ("15T", 15 * 10**12), ("1,024", 1024), ("2.3k", 2300), ("4k", 4000)]
+)
 def test_counts_as_people_write_them(text: str, count: int) -> None:
     assert parse_count(text, "--tokens") == count
 
 
-@pytest.mark.parametrize("text", ["", "many", "4Q", "-3"])
+@pytest.mark.parametrize("text", ["", "many", "4Q", "-3", "1.5", "1.0001k"])
 def test_other_counts_are_a_sentence(text: str) -> None:
     with pytest.raises(UserError, match="--tokens is"):
         parse_count(text, "--tokens")

@@ -196,8 +196,8 @@ def test_copies_share_the_cards_that_are_visible(
     assert seen == shares
 
 
-@pytest.mark.parametrize(("visible", "count"), [("4,5,6", 3), ("0,1,-1,3", 2), ("GPU-a", 1)])
-def test_too_few_visible_cards_are_refused(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("visible", "count"), [("4,5,6", "3 GPUs"), ("0,1,-1,3", "2 GPUs"), ("GPU-a", "1 GPU")])
+def test_too_few_visible_cards_are_refused(visible: str, count: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, visible)
-    with pytest.raises(UserError, match=f"is '{visible}', which names {count} GPUs, .*; name more cards or lower"):
-        replicas.serve_replicas([], ServerOptions(), replicas=2, cards=2, gpus=count)
+    with pytest.raises(UserError, match=f"is '{visible}', which names {count}, .*; name more cards or lower"):
+        replicas.serve_replicas([], ServerOptions(), replicas=2, cards=2, gpus=int(count[0]))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tightfit.cli.options import AsJson, Device, ModelSource
+from tightfit.cli.options import AsJson, Device, ModelSource, count_option
 
 if TYPE_CHECKING:
     from tightfit.serve.engine import Engine
@@ -25,8 +25,8 @@ def serve(
     at_once: Annotated[
         list[int] | None, typer.Option("--at-once", min=1, help="Requests at a time; 1, 4 and 16 unless given.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 64,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 32,
+    prompt_tokens: Annotated[int, count_option(text="Tokens of a prompt.")] = 64,
+    answer_tokens: Annotated[int, count_option(text="Tokens of an answer.")] = 32,
     rounds: Annotated[int, typer.Option(help="Requests in all, times those at a time.", min=1)] = 2,
     peers: Annotated[
         bool, typer.Option("--peers", help="Measure transformers on the same plain weights, llama.cpp on a GGUF file.")

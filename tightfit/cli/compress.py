@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tightfit.cli.options import AsJson, Device, ModelSource, TextField, refuse_given, takes_options
+from tightfit.cli.options import AsJson, Device, ModelSource, TextField, count_option, refuse_given, takes_options
 from tightfit.cli.outputs import WEIGHT_FILES
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class CompressOptions:
         str | None,
         typer.Option(metavar="CARD", help="Choose bits by layer for this card, one layer in float32 at a time."),
     ] = None
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a request beside the weights (--fit).")] = None
+    context: Annotated[int | None, count_option(text="Tokens of a request beside the weights (--fit).")] = None
     recipe: Annotated[Path | None, typer.Option(help="A YAML file of steps, instead of --method.")] = None
     data: Annotated[
         list[str] | None,
@@ -73,7 +73,7 @@ class CompressOptions:
         typer.Option(min=1, help="Calibration rows: 128 of --data by default; of its own text 32, the most."),
     ] = None
     sequence_length: Annotated[
-        int | None, typer.Option("--seq", min=2, help="Tokens a row; at most 2048 by default.")
+        int | None, count_option("--seq", text="Tokens a row; at most 2048 by default.", least=2)
     ] = None
     form: Annotated[
         Literal["compressed-tensors", "gptq", "awq", "bitsandbytes", "tightfit"] | None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tightfit.cli.options import AsJson, Device, Precision, TextField, Verify, refuse_given, takes_options
+from tightfit.cli.options import AsJson, Device, Precision, TextField, Verify, count_option, refuse_given, takes_options
 from tightfit.cli.outputs import is_picture, refuse_foreign
 
 
@@ -29,7 +29,7 @@ class EvaluateOptions:
     ] = False
     sequence_length: Annotated[
         int | None,
-        typer.Option("--seq", help="Tokens per row; the model's positions, at most 2048, by default."),
+        count_option("--seq", text="Tokens per row; the model's positions, at most 2048, by default.", least=2),
     ] = None
     batch: Annotated[int, typer.Option(min=1, help="Rows per forward pass.")] = 4
     against: Annotated[

@@ -19,6 +19,7 @@ from tightfit.cli.options import (
     refuse_given,
     takes_options,
 )
+from tightfit.counted import counted
 
 if TYPE_CHECKING:
     from tightfit.serve.requests.sampling import Sampling
@@ -100,7 +101,7 @@ def generate(options: GenerateOptions) -> None:
     if not answered:
         return typer.echo(f"{options.target} has all the answers already; name another --out to make them anew")
     computed = "tokens" if options.beams == 1 else "tokens of all beams"
-    typer.echo(f"{answered} prompts answered, {engine.counts.answer_tokens} {computed}, in {options.target}")
+    typer.echo(f"{counted(answered, 'prompt')} answered, {engine.counts.answer_tokens} {computed}, in {options.target}")
     if (hint := engine.guessing_hint) is not None:
         typer.echo(hint)
 

@@ -3,6 +3,7 @@
 Verbs import what they need when they run, so `tightfit --help` does not wait for torch.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -100,7 +101,7 @@ def _command() -> Any:
 def main() -> NoReturn:
     """Run the command line."""
     try:
-        _command()()
+        _run()
     except UserError as error:
         print(f"tightfit: {error}", file=sys.stderr)
         sys.exit(2)
@@ -113,10 +114,11 @@ def main() -> NoReturn:
     except SystemExit as end:
         if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
             print("tightfit: interrupted", file=sys.stderr)
+        if isinstance(end.__context__, BrokenPipeError):  # rich and typer make exit code 1 of it
+            _end_without_reader()
         raise
     except BrokenPipeError:
-        sys.stderr.close()  # the reader (head, less) has gone; say nothing more
-        sys.exit(141)
+        _end_without_reader()
     except PermissionError as error:
         place = error.filename or "a file"
         print(f"tightfit: {place}: {error.strerror}; see who may read and write it, or name another", file=sys.stderr)
@@ -129,3 +131,20 @@ def main() -> NoReturn:
         print(f"tightfit: cannot write the output: {error.strerror}; make room and run the same again", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
+
+
+def _run() -> None:
+    """The verb, to where its output is with its reader: at the interpreter's end it is too late to tell that it cannot
+    be."""
+    try:
+        _command()()
+    finally:
+        if sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()
+
+
+def _end_without_reader() -> NoReturn:
+    """End as a shell expects where the reader (head, less) has gone; what is still held is written nowhere."""
+    sys.stderr.close()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)

@@ -10,6 +10,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from tightfit.errors import UserError
+from tightfit.hardware.sizes import parse_count
 
 Options = TypeVar("Options")
 
@@ -40,6 +41,23 @@ TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps al
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this probability.")]
 MaxSequences = Annotated[int, typer.Option(help="Answers under way at a time.", min=1)]
 Draft = Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")]
+
+
+def count_option(*names: str, text: str, least: int = 1) -> Any:
+    """An option whose value is a count of at least `least`: 4096, 4k, 61.44M; `text` is its help."""
+
+    def read(param: typer.CallbackParam, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [read(param, each) for each in value]
+        if not isinstance(value, str):
+            return value
+        name = param.opts[-1]
+        found = parse_count(value, name)
+        if found < least:
+            raise UserError(f"{name} is {value}; give at least {least:,}")
+        return found
+
+    return typer.Option(*names, parser=str, callback=read, metavar="COUNT", help=text)
 
 
 def takes_options(verb: Callable[[Options], None]) -> Callable[..., None]:

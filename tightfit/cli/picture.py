@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import refuse_given, takes_options
+from tightfit.cli.options import count_option, refuse_given, takes_options
 from tightfit.cli.outputs import is_picture, refuse_foreign
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def _free_or_ours(path: Path) -> Path:
 
 
 Out = Annotated[Path, typer.Option(callback=_free_or_ours, help="Where to write it; the name ends in .png or .svg.")]
-Lengths = Annotated[list[int] | None, typer.Option("--seq", help="A sequence length. May be repeated.")]
+Lengths = Annotated[list[int] | None, count_option("--seq", text="A sequence length. May be repeated.")]
 On = Annotated[list[str] | None, typer.Option("--on", help="A card whose line is drawn. May be repeated.")]
 CardGb = Annotated[float | None, typer.Option("--card-gb", help="Draw the line of a card of this many GB.")]
 Recompute = Annotated[int, typer.Option(help="Recompute every n-th layer: 1 for all, 0 for none.")]
@@ -104,11 +104,11 @@ def zero(
 def timeline(
     out: Out,
     model: Annotated[str, typer.Option("--model", help="A preset, or a directory with a config.json.")],
-    seq: Annotated[int, typer.Option("--seq", help="Tokens per row.")] = 4096,
+    seq: Annotated[int, count_option("--seq", text="Tokens per row.")] = 4096,
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "pure-bf16"], typer.Option(help="What weights and activations are in.")
     ] = "bf16",
-    global_batch: Annotated[int | None, typer.Option(help="Rows per step; by default one micro-batch a rank.")] = None,
+    global_batch: Annotated[int | None, count_option(text="Rows per step; by default one micro-batch a rank.")] = None,
     pin: Annotated[
         list[str] | None,
         typer.Option("-o", "--pin", help="A field: -o layout.zero=3 -o levers.checkpoint_every=1. May be repeated."),

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tightfit.cli.options import AsJson, refuse_given, takes_options
+from tightfit.cli.options import AsJson, count_option, refuse_given, takes_options
+from tightfit.counted import counted
 
 if TYPE_CHECKING:
     from tightfit.hardware.machine import Machine
@@ -35,9 +36,9 @@ class PlanOptions:
     ]
     on: Annotated[str, typer.Option(help="The machine: 8xV100-32GB, 2x8xH100-80GB, 4xA100-40GB:pcie.")] = "local"
     host_memory: Annotated[str | None, typer.Option(help="Memory of one node's host: 512GB.")] = None
-    seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None
-    global_batch: Annotated[int | None, typer.Option(help="Rows per optimizer step, over all GPUs.")] = None
-    batch_tokens: Annotated[str | None, typer.Option(help="The same in tokens: 4M.")] = None
+    seq: Annotated[int | None, count_option(text="Tokens per row; 4k is 4,000.", least=2)] = None
+    global_batch: Annotated[int | None, count_option(text="Rows per optimizer step, over all GPUs.")] = None
+    batch_tokens: Annotated[int | None, count_option(text="The same in tokens: 4M.")] = None
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "pure-bf16"] | None, typer.Option(help="By default what suits the card.")
     ] = None
@@ -45,8 +46,8 @@ class PlanOptions:
         str,
         typer.Option(help="Whose training code the numbers are for: tightfit, hf, deepspeed, torchtitan, megatron."),
     ] = "tightfit"
-    steps: Annotated[int | None, typer.Option(help="Steps of the job, to tell how long it takes.")] = None
-    tokens: Annotated[str | None, typer.Option(help="The same in tokens: 15T.")] = None
+    steps: Annotated[int | None, count_option(text="Steps of the job, to tell how long it takes.")] = None
+    tokens: Annotated[int | None, count_option(text="The same in tokens: 15T.")] = None
     pin: Annotated[
         list[str] | None,
         typer.Option("-o", "--pin", help="Decide a field: -o layout.zero=3 -o levers.offload=none. May be repeated."),
@@ -77,11 +78,11 @@ class PlanOptions:
     quantize: Annotated[str | None, typer.Option(help="Format of served weights: bf16, q8_0, q4_0, int4, fp8, …")] = (
         None
     )
-    context: Annotated[int | None, typer.Option(help="Tokens of a served request, prompt and answer.")] = None
+    context: Annotated[int | None, count_option(text="Tokens of a served request, prompt and answer.")] = None
     cache_format: Annotated[
         Literal["model", "int8", "fp8"] | None, typer.Option(help="What served keys and values are kept in.")
     ] = None
-    batch: Annotated[int | None, typer.Option(help="Requests served at a time.")] = None
+    batch: Annotated[int | None, count_option(text="Requests served at a time.")] = None
     as_json: AsJson = False
 
 
@@ -113,7 +114,7 @@ def plan(options: PlanOptions) -> None:
 
     question = _with_adapters(_question(options, machine), options.adapter, options.bits)
     _check_outputs(options)
-    with waiting(f"looking through the layouts of {machine.ranks:,} GPUs"):
+    with waiting(f"looking through the layouts of {counted(machine.ranks, 'GPU')}"):
         found = answer(question)
     with waiting("rehearsing the step on fake tensors"):
         extra = _more(found.plan, options)
@@ -175,7 +176,6 @@ def _shape(job: "Job") -> dict[str, int]:
 
 def _question(options: PlanOptions, machine: "Machine") -> "Question":
     """The question behind the options; a job file's fields count where an option does not say otherwise."""
-    from tightfit.hardware.sizes import parse_count
     from tightfit.jobs.engine import find_engine
     from tightfit.jobs.workload import with_teacher
     from tightfit.models.resolve import reshaped
@@ -194,13 +194,12 @@ def _question(options: PlanOptions, machine: "Machine") -> "Question":
         machine,
         sequence_length=options.seq,
         rows=options.global_batch,
-        tokens=parse_count(options.batch_tokens, "--batch-tokens") if options.batch_tokens else None,
+        tokens=options.batch_tokens,
         precision=options.precision,
         engine=find_engine(options.engine).name,
     )
     if job is not None:
         workload = with_teacher(workload, job)
-    job_tokens = parse_count(options.tokens, "--tokens") if options.tokens else None
     return Question(
         model=options.model,
         workload=workload,
@@ -208,7 +207,7 @@ def _question(options: PlanOptions, machine: "Machine") -> "Question":
         pins=parse_pins(options.pin or []),
         lossy=options.allow_lossy,
         positions=spec.max_positions,
-        steps=steps_of(workload, options.steps, job_tokens),
+        steps=steps_of(workload, options.steps, options.tokens),
         job=job_fields,
     )
 

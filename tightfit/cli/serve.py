@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import Device, Draft, MaxSequences, refuse_given, takes_options
+from tightfit.cli.options import Device, Draft, MaxSequences, count_option, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.serve.config import EngineConfig
@@ -56,8 +56,8 @@ class ServeOptions:
         None
     )
     max_sequences: MaxSequences = 64
-    max_length: Annotated[int | None, typer.Option(help="Tokens of a prompt and its answer.", min=2)] = None
-    step_tokens: Annotated[int, typer.Option(help="Tokens a step computes at most.", min=1)] = 2048
+    max_length: Annotated[int | None, count_option(text="Tokens of a prompt and its answer.", least=2)] = None
+    step_tokens: Annotated[int, count_option(text="Tokens a step computes at most.")] = 2048
     cache_gib: Annotated[
         float | None, typer.Option(help="Memory for keys and values; decided from what is free where not given.")
     ] = None

@@ -20,6 +20,7 @@ Pruning (magnitude, wanda, sparsegpt) comes before coding, wherever its step sta
 Nothing here imports torch.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Collection
@@ -41,6 +42,8 @@ Method = Literal["rotate", "keep", Coding, Pruning]
 METHODS: tuple[str, ...] = get_args(Method)
 PRUNING: tuple[str, ...] = get_args(Pruning)
 CODING: tuple[str, ...] = get_args(Coding)
+OF_OPTION = tuple(method for method in METHODS if method != "keep")
+"""Steps that `--method` takes: `keep` is for some layers, which only a recipe can name."""
 ALONE = ("structured", "svd", "whitened-svd")
 """Methods of `tightfit compress` that replace all matrices by others, and so cannot be a step."""
 CALIBRATED = ("gptq", "round", "awq", "smoothquant", "spqr", "wanda", "sparsegpt")
@@ -105,7 +108,7 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise UserError(_unknown(self.method))
+            raise UserError(_unknown(self.method, METHODS))
         if not 0 < self.damping < 1:
             raise UserError(f"damping is {self.damping}; it lies between 0 and 1, such as 0.01")
         if not 0 <= self.outlier_share < 0.5:
@@ -258,10 +261,13 @@ def _means(pattern: str, layer: str) -> bool:
     return pattern == layer if layer == HEAD else fnmatchcase(layer, pattern)
 
 
-def _unknown(method: str) -> str:
+def _unknown(method: str, known: tuple[str, ...]) -> str:
+    """Why `method` is no step where those are `known`."""
     if method in ALONE:
         return f"method {method} is no step; use --method {method} alone, and compress what it makes"
-    return f"method {method!r} is unknown; use one of {', '.join(METHODS)}, or alone {', '.join(ALONE)}"
+    if near := difflib.get_close_matches(str(method).lower(), (*known, *ALONE), n=1):
+        return f"method {method!r} is unknown; did you mean {near[0]}?"
+    return f"method {method!r} is unknown; use one of {', '.join(known)}, or alone {', '.join(ALONE)}"
 
 
 def _order_of(step: Step) -> int:
@@ -291,6 +297,9 @@ def recipe_of(method: str, **options: Any) -> Recipe:
         raise UserError(f"--{' and --'.join(sparse)} would prune; put one of {', '.join(PRUNING)} into --method")
     if names[-1] in PRUNING and given.keys() & {"bits", "group", "symmetric", "activations", "static"}:
         raise UserError(f"--method {method} ends in pruning, which has no bits; add a coding, as {method}+gptq")
+    for name in names:
+        if name not in OF_OPTION:
+            raise UserError(_unknown(name, OF_OPTION))
     last = len(names) - 1
     steps = [
         _step({"method": name, **(sparse if name in PRUNING else {}), **(given if i == last else {})}, "--method")

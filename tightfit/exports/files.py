@@ -13,13 +13,14 @@ from tightfit.exports.accelerate import accelerate_config
 from tightfit.exports.deepspeed import deepspeed_config, trainer_arguments
 from tightfit.exports.estimate import engine_estimate
 from tightfit.exports.launch import slurm_script, torchrun_script
-from tightfit.exports.overwriting import refuse_overwriting
+from tightfit.exports.overwriting import refuse_overwriting, says_one_of
 from tightfit.exports.skypilot import skypilot_task
 from tightfit.exports.training_pods import kubernetes_training, pytorch_job
 from tightfit.jobs.engine import EngineName
 from tightfit.plan.plan import Plan
 
 PLAN_FILE = "plan.json"
+REMEDY = "name another place"
 Text = Callable[[Plan, Path], str]
 """The text of an export, given the plan and the file it is saved in."""
 
@@ -59,19 +60,26 @@ def check_export(wanted: str) -> None:
 def export(plan: Plan, wanted: str) -> list[str]:
     """Write `KIND=FILE`, or everything into the folder `wanted`; returns a line per file: written, or why not.
 
-    Files of an earlier export are replaced. Where another file is in the way, that is told and nothing is written.
+    Files of an earlier export are replaced, and removed where this plan has none of the kind. Where another file is in
+    the way, that is told and nothing is written.
     """
     check_export(wanted)
     files, plan_file, keeps_plan = _files(wanted)
     texts = {path: _text(plan, each, plan_file) for path, each in files.items()}
     older = _older_plan(plan_file) if keeps_plan else None
+    older_texts = {} if older is None else {path: _text(older, each, plan_file) for path, each in files.items()}
     for path, text in texts.items():
-        ours = (text, None if older is None else _text(older, files[path], plan_file))
         if isinstance(text, str):
-            refuse_overwriting(path, [each for each in ours if isinstance(each, str)], "name another place")
+            ours = [each for each in (text, older_texts.get(path)) if isinstance(each, str)]
+            refuse_overwriting(path, ours, REMEDY)
         elif len(files) == 1:
             raise text
-    lines = [_written(plan, files[path], path, text) for path, text in texts.items()]
+    lines = [
+        _written(plan, files[path], path, text)
+        if isinstance(text, str)
+        else _left_out(path, text, older_texts.get(path))
+        for path, text in texts.items()
+    ]
     if keeps_plan:  # last, so that files which a killed export wrote are of this plan or of the older one
         write_text(plan_file, json.dumps(plan.to_json(), indent=1), remedy="choose another place")
         lines.insert(0, f"wrote {plan_file}")
@@ -106,10 +114,18 @@ def _older_plan(plan_file: Path) -> Plan | None:
         raise UserError(f"{plan_file} is there already and is not a plan; name another place, or remove it") from None
 
 
-def _written(plan: Plan, wanted: Export, path: Path, text: str | UserError) -> str:
+def _left_out(path: Path, reason: UserError, older: str | UserError | None) -> str:
+    """Say why a plan has no such file; one of the earlier plan is removed, as it would contradict this one."""
+    if not path.is_file():
+        return f"no {path.name}: {reason}"
+    if isinstance(older, str) and says_one_of(path, [older], REMEDY):
+        path.unlink()
+        return f"removed {path}, which was the earlier plan's: {reason}"
+    return f"no {path.name}, and the one in {path.parent} is not of this plan: {reason}"
+
+
+def _written(plan: Plan, wanted: Export, path: Path, text: str) -> str:
     """Write one export; the returned line has the estimate for the engine that runs it, if that is another one."""
-    if isinstance(text, UserError):
-        return f"no {wanted.file}: {text}"
     write_text(path, text, remedy="choose another place", executable=wanted.is_script)
     return f"wrote {path}" if wanted.engine is None else f"wrote {path}; {engine_estimate(plan, wanted.engine)}"
 

@@ -85,7 +85,9 @@ def larger_cards(card: Accelerator) -> list[Accelerator]:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
+    """`name` as it is compared: without case, marks, a vendor before it, or the i in a size such as 80GiB."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"(?<=\dg)ib$", "b", letters).removeprefix("nvidia").removeprefix("amd").removeprefix("geforce")
 
 
 def _same(name: str, row: Accelerator) -> bool:

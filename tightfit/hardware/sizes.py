@@ -1,6 +1,7 @@
-"""Parsing sizes and counts: `512GB`, `64 GiB`, `4M` tokens."""
+"""Parsing sizes and counts: `512GB`, `64 GiB`, `64G`, `4M` tokens. Letters alone are decimal: 1G is 1GB."""
 
 import re
+from decimal import Decimal
 
 from tightfit.errors import UserError
 
@@ -14,6 +15,10 @@ _BYTES = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
 }
 LARGEST = 1e24
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
@@ -32,7 +37,11 @@ def parse_count(text: str, what: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]?)\s*", text.replace(",", "").replace("_", ""))
     if match is None or match[2].lower() not in _COUNTS:
         raise UserError(f"{what} is {text!r}; write a number such as 4194304, 4M or 15T")
-    return round(_bounded(float(match[1]) * _COUNTS[match[2].lower()], text, what))
+    count = Decimal(match[1]) * _COUNTS[match[2].lower()]
+    _bounded(float(count), text, what)
+    if count % 1:
+        raise UserError(f"{what} is {text[:40]!r}; write a whole number")
+    return int(count)
 
 
 def _bounded(value: float, text: str, what: str) -> float:

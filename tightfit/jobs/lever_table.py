@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tightfit.counted import counted
+
 if TYPE_CHECKING:
     from tightfit.jobs.levers import Levers
 
@@ -88,7 +90,7 @@ def _checkpointing(levers: "Levers") -> str:
     if levers.checkpoint_budget_bytes is not None:
         words = f"recompute all but {_gib(levers.checkpoint_budget_bytes)} of activations"
     elif levers.num_checkpoints:
-        words = f"checkpoint {levers.num_checkpoints} layers"
+        words = f"checkpoint {counted(levers.num_checkpoints, 'layer')}"
     elif levers.checkpoint_every:
         which = "every layer" if levers.checkpoint_every == 1 else f"one layer in {levers.checkpoint_every}"
         words = f"checkpoint {which}"
@@ -110,8 +112,10 @@ def _offload(levers: "Levers") -> str:
 def _loss(levers: "Levers") -> str:
     if levers.loss == "plain":
         return "plain loss"
-    changed = levers.loss_chunk_bytes != LOSS_CHUNK_BYTES
-    return f"loss chunks of {levers.loss_chunk_bytes >> 20} MiB" if changed else ""
+    if levers.loss_chunk_bytes == LOSS_CHUNK_BYTES:
+        return ""
+    size = levers.loss_chunk_bytes / 2**20
+    return f"loss chunks of {size:.3g} MiB" if size else "smallest loss chunks"
 
 
 def _changes_by_hand(levers: "Levers") -> bool:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tightfit.bounded_files import user_path
 from tightfit.bounded_yaml import read_yaml, read_yaml_text
 from tightfit.errors import UserError
+from tightfit.jobs.common_words import field_of
 from tightfit.jobs.fields import field_rows
 from tightfit.jobs.job import Job
 from tightfit.jobs.section import Section
@@ -66,8 +67,10 @@ def _apply(fields: dict[str, Any], override: str) -> None:
 
 
 def _sentence(error: ValidationError, source: str) -> str:
-    """The first problem as one sentence that names the field, the value and the fix."""
-    problem = error.errors()[0]
+    """The first problem as one sentence that names the field, the value and the fix; an unknown field before others, as
+    it may be the one that is missing."""
+    problems = error.errors()
+    problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in problem["loc"] if not str(part).startswith(("function-", "list[", "float"))]
     field = ".".join(location) or "job"
     match problem["type"]:
@@ -124,6 +127,8 @@ def _section(location: Sequence[str]) -> type[Section]:
 
 
 def _nearest(location: Sequence[str]) -> str:
+    if (field := field_of(location[-1])) is not None:
+        return f"; {field} sets that here: {_section(field.split('.')).meaning(field.rpartition('.')[2])}"
     names = list(_section(location).model_fields)
     near = difflib.get_close_matches(location[-1], names, n=1)
     elsewhere = [row.path for row in field_rows() if row.path.rpartition(".")[2] == location[-1]]

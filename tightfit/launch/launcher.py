@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.exports.launch import torchrun
 from tightfit.jobs.job import Job
@@ -74,8 +75,8 @@ def refuse_missing_gpus(job: Job) -> None:
     ranks = job.layout.ranks
     if choose_device(job.device).type == "cuda" and torch.cuda.device_count() < ranks:
         raise UserError(
-            f"the job's layout has {ranks} ranks, but this machine has {torch.cuda.device_count()} GPUs; "
-            "change the layout, use --nodes or set device=cpu"
+            f"the job's layout has {ranks} ranks, but this machine has "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; change the layout, use --nodes or set device=cpu"
         )
 
 

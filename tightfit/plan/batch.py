@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from tightfit.counted import counted, counted_tokens
 from tightfit.errors import UserError
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.workload import Workload
@@ -42,8 +43,8 @@ class Batch:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows:,} rows × {self.sequence_length:,} = {self.tokens / 1e6:.3g} M tokens a step "
-            f"= micro-batch {self.micro} × accumulation {self.accumulation} × {self.ranks} data ranks"
+            f"{counted(self.rows, 'row')} × {self.sequence_length:,} = {counted_tokens(self.tokens)} a step "
+            f"= micro-batch {self.micro} × accumulation {self.accumulation} × {counted(self.ranks, 'data rank')}"
         )
 
 
@@ -81,7 +82,8 @@ def split_rows(rows: int, sequence_length: int, micro: int, ranks: int) -> Batch
         below = rows // (micro * ranks) * micro * ranks
         near = " or ".join(str(each) for each in (below, below + micro * ranks) if each)
         raise UserError(
-            f"global batch {rows} is not a multiple of micro-batch {micro} × {ranks} data ranks; take {near} rows"
+            f"global batch {rows} is not a multiple of micro-batch {micro} × {counted(ranks, 'data rank')}; "
+            f"take {near} rows"
         )
     return Batch(sequence_length, micro, rows // (micro * ranks), ranks)
 
@@ -93,6 +95,6 @@ def warning(tokens: int, gpus: int) -> str | None:
         return None
     side = "less" if tokens < low else "more"
     return (
-        f"{tokens / 1e6:.3g} M tokens a step is {side} than the {low / 1e6:.0f} to {high / 1e6:.0f} M that runs on "
+        f"{counted_tokens(tokens)} a step is {side} than the {low / 1e6:.0f} to {high / 1e6:.0f} M that runs on "
         f"{LARGE_RUN_RANKS} GPUs and more usually take"
     )

@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from tightfit.counted import counted
+from tightfit.report.console import output_console
 from tightfit.report.tables import print_json
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ def print_verdict(verdict: "Verdict", target: "CheckTarget", *, as_json: bool) -
         shape = {"spec": asdict(target.spec), "layout": target.layout.model_dump(), "passes": target.passes}
         shape |= {} if target.adapter.rank is None else {"adapter": target.adapter.model_dump()}
         return print_json({**verdict.to_json(), **shape})
-    console = Console(highlight=False)
+    console = output_console()
     spread = ", ".join(f"{name} {value}" for name, value in target.layout.model_dump(exclude_defaults=True).items())
-    console.print(f"{verdict.ranks} ranks ({spread}) against one, {verdict.steps} steps")
+    console.print(f"{counted(verdict.ranks, 'rank')} ({spread}) against one, {counted(verdict.steps, 'step')}")
     frozen = "" if target.adapter.rank is None else f", frozen, with adapters of rank {target.adapter.rank}"
     console.print(f"a {target.spec.family} of {target.spec.params():,} weights{frozen}, {verdict.compared} comparisons")
     if verdict.first is None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tightfit.counted import counted
 from tightfit.report.compression_report import PICTURE_FILE, Compared
 from tightfit.report.tables import gib, print_json
 
@@ -155,7 +156,7 @@ def _one(result: "Comparison") -> Table:
         "compressed",
         "original",
         "difference",
-        title=f"{result.tokens:,} tokens in {result.rows} rows",
+        title=f"{result.tokens:,} tokens in {counted(result.rows, 'row')}",
         title_justify="left",
     )
     table.add_row("loss (nats/token)", _told(result.loss), _told(result.original_loss), _told(result.loss_difference))
@@ -168,7 +169,7 @@ def _one(result: "Comparison") -> Table:
 
 def _several(found: Sequence[Compared], original: tuple[str, int]) -> Table:
     first = found[0].result
-    title = f"{first.tokens:,} tokens in {first.rows} rows"
+    title = f"{first.tokens:,} tokens in {counted(first.rows, 'row')}"
     table = Table("", "weights", "perplexity", "KL", "same top-1 token", title=title, title_justify="left")
     table.add_row(Path(original[0]).name, gib(original[1]), f"{first.original_perplexity:.2f}", "", "")
     for each in found:

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from tightfit.counted import counted
 from tightfit.hardware.collective_rates import OPERATIONS
+from tightfit.report.console import output_console
 from tightfit.report.escaping import escape
 from tightfit.report.tables import print_json
 
@@ -20,14 +21,14 @@ def print_diagnosis(diagnosis: "Diagnosis", *, as_json: bool) -> None:
     """Findings, collectives' rates, and the verdict in the last line. Splits that are fine share one line."""
     if as_json:
         return print_json(diagnosis.to_json())
-    console = Console(highlight=False)
+    console = output_console()
     splits = [each for each in diagnosis.findings if each.words.startswith("as one process")]
     table = Table("what", "verdict", "found", box=None, title_justify="left", padding=(0, 1))
     for each in (each for each in diagnosis.findings if each not in splits):
         table.add_row(each.what, f"[{COLOURS[each.verdict]}]{each.verdict}[/]", escape(each.words))
     if splits:
         named = ", ".join(each.what for each in splits)
-        table.add_row(f"{len(splits)} splits", "[green]fine[/]", escape(f"train as one process does: {named}"))
+        table.add_row(counted(len(splits), "split"), "[green]fine[/]", escape(f"train as one process does: {named}"))
     console.print(table)
     if diagnosis.rates is not None:
         console.print(_rates_table(diagnosis.rates))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from tightfit.counted import counted
 from tightfit.jobs.lever_table import describe_levers
 from tightfit.plan.describe import describe_layout
 from tightfit.report.tables import count_name, gib, print_json
@@ -25,11 +26,13 @@ def _facts(found: DryRun) -> Iterator[tuple[str, str]]:
     yield "begins", found.begins
     yield "steps", f"{checked.first_step:,} to {checked.total_steps:,}" + (" (finished)" if checked.is_finished else "")
     yield "model", f"{job.model.source}, {count_name(checked.spec.params())} parameters, {checked.precision}"
-    ranks = "1 rank" if job.layout.ranks == 1 else f"{job.layout.ranks} ranks"
     alone = "the CPU" if checked.device.type == "cpu" else "one GPU"
-    yield "ranks", f"{ranks} on {checked.device.type}: {describe_layout(job.layout, alone=alone)}"
+    layout = describe_layout(job.layout, alone=alone)
+    yield "ranks", f"{counted(job.layout.ranks, 'rank')} on {checked.device.type}: {layout}"
     yield "levers", "chosen at the start (fit)" if job.fit else describe_levers(job.levers)
-    yield "data", f"{store.tokens_total:,} tokens in {store.documents:,} documents, {rows:,} rows to train on"
-    yield "step", f"{job.global_batch} rows of {job.data.sequence_length} tokens, {checked.workload.tokens:,} tokens"
+    texts = f"{store.tokens_total:,} tokens in {counted(store.documents, 'document')}"
+    yield "data", f"{texts}, {counted(rows, 'row')} to train on"
+    batch = f"{counted(job.global_batch, 'row')} of {job.data.sequence_length:,} tokens"
+    yield "step", f"{batch}, {checked.workload.tokens:,} tokens"
     yield "checkpoints", f"{gib(found.checkpoint_bytes)} each in {job.output}"
     yield "verdict", "all checks passed; nothing was started"

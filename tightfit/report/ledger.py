@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
+from tightfit.counted import counted
 from tightfit.memory.comparison import Comparison, Pair
 from tightfit.memory.ledger import COMPONENTS, Ledger, Place
+from tightfit.report.console import output_console
 from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
@@ -18,17 +19,16 @@ if TYPE_CHECKING:
     from tightfit.prove.measured_run import MeasuredRun
 
 KIB = 2**10
-WIDTH = 120
 
 
 def print_measured(found: "MeasuredRun", file: Path, picture: Path, *, as_json: bool) -> None:
     """The ledger, the largest tensors at its peak, and where both were written."""
     if as_json:
         return print_json({**found.to_json(), "run": found.run, "file": file, "picture": picture})
-    console = _console()
+    console = output_console()
     console.print(
         f"[bold]{count_name(found.params)} parameters, {found.precision}, {escape(found.device)}[/bold]: "
-        f"{len(found.losses)} step(s), last loss {found.losses[-1]:.3f}"
+        f"{counted(len(found.losses), 'step')}, last loss {found.losses[-1]:.3f}"
     )
     console.print(ledger_table(found.ledger))
     console.print(largest_table(found.largest))
@@ -37,12 +37,6 @@ def print_measured(found: "MeasuredRun", file: Path, picture: Path, *, as_json: 
         f"[dim]· lay a prediction beside it with `tightfit compare plan.json {escape(str(found.run))}`[/dim]",
         soft_wrap=True,
     )
-
-
-def _console() -> Console:
-    """A console; if the output is no terminal, wide enough for one column per phase."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=max(console.width, WIDTH))
 
 
 def size(count: float) -> str:
@@ -104,7 +98,7 @@ def print_comparison(
         names = {"predicted": predicted[0], "measured": measured[0]}
         sources = {"predicted_source": predicted[1].source, "measured_source": measured[1].source}
         return print_json({**names, **sources, **comparison.to_json()})
-    console = _console()
+    console = output_console()
     table = Table(box=None, padding=(0, 1))
     for column in ("phase", "component"):
         table.add_column(column, no_wrap=True)

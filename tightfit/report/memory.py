@@ -113,7 +113,7 @@ def draw_zero(
 ) -> dict[str, list[Bar]]:
     """A panel per ZeRO stage; returns what was drawn."""
     if ranks < 2:
-        raise UserError(f"{ranks} GPU(s) have nobody to split with; give --gpus 2 or more")
+        raise UserError(f"--gpus is {ranks}, which leaves nobody to split with; give 2 or more")
     used = levers or Levers()
     bars_by_panel = {
         stage: [bar(spec, length, used, data=ranks, zero=zero) for length in lengths]

@@ -7,6 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from tightfit.counted import counted
 from tightfit.hardware.calibration import Calibration, read_calibrations
 from tightfit.hardware.catalog import CATALOG
 from tightfit.jobs.lever_table import describe_levers
@@ -16,13 +17,16 @@ from tightfit.plan.batch import Batch, batch_of, warning
 from tightfit.plan.describe import describe_adapters, describe_layout
 from tightfit.plan.plan import Plan
 from tightfit.plan.serving.plan import Serving
+from tightfit.report.console import output_console
 from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, gib, print_json
 
 BAR_CELLS = 50
-"""Width of the bar: with two indents and `123.45 GiB of 123.45 GiB` it fits 80 columns."""
-LONGEST_LINE = 46
-"""The longest bar of one component, after its name and size."""
+"""Width of the bar where there is room."""
+BESIDE_BAR = 30
+"""Columns beside the bar: indents and `1234.56 GiB of 1234.56 GiB`."""
+BESIDE_LINE = 34
+"""Columns beside the bar of one component: indents, its name and size."""
 COLOURS: dict[Component, str] = {
     "weights": "blue",
     "master weights": "cyan",
@@ -42,11 +46,11 @@ def print_answer(answer: Answer, *, as_json: bool, extra: Mapping[str, Any], lin
     """Print the whole answer; `extra` goes into the JSON object, `lines` are about files written."""
     if as_json:
         return print_json({**answer.to_json(), **extra})
-    console = Console(highlight=False)
+    console = output_console()
     plan = answer.plan
     console.print(_verdict(plan))
     console.print(_facts(answer))
-    console.print(_memory(plan.ledger, plan.machine.accelerator.memory_bytes))
+    console.print(_memory(plan.ledger, plan.machine.accelerator.memory_bytes, console.width))
     console.print(_times(plan))
     if answer.alternatives:
         console.print(_alternatives(answer))
@@ -94,7 +98,7 @@ def _facts(answer: Answer) -> Table:
         rows.append(("host memory", f"{training} a node, {saving} while a checkpoint is written"))
     if plan.steps:
         total = plan.steps * plan.step_seconds
-        rows.append(("the job", f"{plan.steps:,} steps, {_seconds(total)}, {_gpu_hours(plan, total)}"))
+        rows.append(("the job", f"{counted(plan.steps, 'step')}, {_seconds(total)}, {_gpu_hours(plan, total)}"))
     for name, value in rows:
         table.add_row(f"[dim]{name}[/dim]", escape(value))
     return table
@@ -104,23 +108,24 @@ def _gpu_hours(plan: Plan, seconds: float) -> str:
     return f"{plan.machine.ranks * seconds / 3600:,.0f} GPU hours"
 
 
-def _memory(ledger: Ledger, room_bytes: int) -> Group:
-    """One bar of the peak against the card's memory, and a line per component."""
+def _memory(ledger: Ledger, room_bytes: int, columns: int) -> Group:
+    """One bar of the peak against the card's memory, and a line per component, in a terminal of so many columns."""
+    cells, longest = (max(1, min(BAR_CELLS, columns - beside)) for beside in (BESIDE_BAR, BESIDE_LINE))
     phase, rank = ledger.fullest()
     parts = ledger.by_component(phase, rank)
     scale = max(room_bytes, sum(parts.values()))
     bar = Text("  ")
     used = 0
     for component, held in parts.items():
-        before = round(used / scale * BAR_CELLS)
+        before = round(used / scale * cells)
         used += held
-        bar.append("█" * (round(used / scale * BAR_CELLS) - before), style=COLOURS[component])
-    edge = round(room_bytes / scale * BAR_CELLS)
-    bar.append("░" * max(0, edge - round(used / scale * BAR_CELLS)), style="dim")
+        bar.append("█" * (round(used / scale * cells) - before), style=COLOURS[component])
+    edge = round(room_bytes / scale * cells)
+    bar.append("░" * max(0, edge - round(used / scale * cells)), style="dim")
     bar.append(f"  {gib(used)} of {gib(room_bytes)}")
     table = Table.grid(padding=(0, 2))
     for component, held in parts.items():
-        line = "█" * min(round(held / scale * BAR_CELLS), LONGEST_LINE) or "▏"
+        line = "█" * min(round(held / scale * cells), longest) or "▏"
         table.add_row(f"  {component}", gib(held), Text(line, style=COLOURS[component]))
     where = f", pipeline rank {rank}" if rank else ""
     return Group(Text(f"memory at its fullest ({phase}{where})", style="dim"), bar, table)
@@ -181,14 +186,14 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
     """Print whether the model fits a card for serving, and its predicted and highest possible speed."""
     if as_json:
         return print_json(serving.to_json())
-    console = Console(highlight=False)
+    console = output_console()
     room = serving.machine.accelerator.memory_bytes
     verdict = "[green]fits[/green]" if serving.fits else "[red]does not fit[/red]"
     console.print(
         f"[bold]serving {escape(serving.model)} ({escape(serving.weights_name)}) on {serving.machine.text}: "
         f"{verdict}[/bold], {gib(serving.gpu_peak_bytes)} of {gib(room)}"
     )
-    console.print(_memory(serving.ledger, room))
+    console.print(_memory(serving.ledger, room, console.width))
     if serving.fits:
         console.print(f"[dim]{_speeds(serving)}[/dim]")
     for change in () if serving.fits else serving.changes():
@@ -202,9 +207,9 @@ def _speeds(serving: Serving) -> str:
     speed, most = serving.predicted_tokens_per_second, serving.tokens_per_second
     first_ms, least_ms = 1e3 * serving.predicted_first_token_seconds, 1e3 * serving.first_token_seconds
     return (
-        f"{serving.requests} request(s) of {serving.length:,} tokens: {speed:,.0f} tokens/s, at most {most:,.0f} at "
-        f"the card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} for its products; "
-        f"room for {serving.most_requests:,} at a time"
+        f"{counted(serving.requests, 'request')} of {counted(serving.length, 'token')}: {speed:,.0f} tokens/s, at most "
+        f"{most:,.0f} at the card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} "
+        f"for its products; room for {serving.most_requests:,} at a time"
     )
 
 
@@ -215,8 +220,9 @@ def print_batches(batches: list[Batch], *, as_json: bool) -> None:
     if as_json:
         rows = [{"micro_batch": each.micro, "accumulation": each.accumulation, "ranks": each.ranks} for each in batches]
         return print_json({"rows": first.rows, "tokens": first.tokens, "splits": rows, "warning": sentence})
+    console = output_console()
     for line in (*map(str, batches), *([sentence] if sentence else [])):
-        Console(highlight=False).print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def print_catalog(*, as_json: bool) -> None:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from tightfit.jobs.job import Job
 from tightfit.plan.job import overridden
 from tightfit.plan.plan import Plan
+from tightfit.report.console import output_console
 from tightfit.report.escaping import escape
 from tightfit.report.tables import count_name, first_steps, gib
 from tightfit.train.loop import RunResult
@@ -70,7 +70,7 @@ def _notes(plan: Plan, job: Job, result: RunResult) -> list[str]:
 
 def print_prediction(found: Prediction) -> None:
     """A table of two lines, and the notes."""
-    console = Console(highlight=False)
+    console = output_console()
     table = Table(title="The plan beside the run", title_justify="left", box=None, padding=(0, 1))
     for column in ("", f"predicted, {found.machine}", f"measured, {found.device}", "error"):
         table.add_column(escape(column), justify="right" if column else "left")

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tightfit.models.spec import ModelSpec
 from tightfit.printable import printable, printable_json
+from tightfit.report.console import output_console
 from tightfit.report.escaping import escape
 
 if TYPE_CHECKING:
@@ -124,9 +125,8 @@ def print_export(result: "Export", *, as_json: bool) -> None:
     """Where a model was written and how large it is."""
     if as_json:
         return print_json(asdict(result))
-    Console().print(
-        f"wrote {escape(str(result.path))} ({count_name(result.params)} parameters, {gib(result.bytes)})",
-        highlight=False,
+    output_console().print(
+        f"wrote {escape(str(result.path))} ({count_name(result.params)} parameters, {gib(result.bytes)})"
     )
 
 
@@ -144,6 +144,8 @@ def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: boo
 def _print_pairs(title: str, facts: Mapping[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in facts.items():
+        if value is None:
+            continue
         table.add_row(
             name, escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
         )

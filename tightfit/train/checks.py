@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.hardware.cpu import has_native_bf16
 from tightfit.jobs.adapter import AdapterTraining
@@ -134,7 +135,9 @@ def _found(
         spec = _with_vocabulary(job, spec, tokenizer)
         data = find_data(job, spec, tokenizer, show_bars)
     store = data.store
-    say(f"data: {store.tokens_total:,} tokens in {store.documents:,} documents, vocabulary {spec.vocab_size:,}")
+    say(
+        f"data: {store.tokens_total:,} tokens in {counted(store.documents, 'document')}, vocabulary {spec.vocab_size:,}"
+    )
     warn_of_lost_answers(data.train, say)
     for prompt in job.evaluation.prompts:  # continued at the end of the run, which would be lost to a refusal
         check_prompt(prompt_tokens(tokenizer, prompt, chat=False), spec)

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.refusals import refused_levers
@@ -31,12 +32,12 @@ def why_no_layout(space: SearchSpace) -> str:
     degrees = {name: pins[name] for name in RANK_DEGREES if name in pins}
     for name, value in degrees.items():
         if ranks % value:
-            return f"layout.{name} is {value}, which does not divide the machine's {ranks} GPUs; change one"
+            return f"layout.{name} is {value}, which does not divide the machine's {counted(ranks, 'GPU')}; change one"
     if pins.get("pipeline", 1) > 1 and layers > MOST_PIPELINED_LAYERS:
         return f"layout.pipeline is {pins['pipeline']}, which {layers} layers are planned without; drop it"
     if ranks % math.prod(degrees.values()):
         product_of = " × ".join(f"layout.{name}={value}" for name, value in degrees.items())
-        return f"{product_of} does not divide the machine's {ranks} GPUs; change one"
+        return f"{product_of} does not divide the machine's {counted(ranks, 'GPU')}; change one"
     if sentence := space.refusal(space.every_layout.pinned_alone(), NO_LEVERS):
         return sentence
     rows_at_once, global_batch = pins.get("micro_batch", 1) * pins.get("data", 1), space.workload.global_batch

@@ -21,6 +21,7 @@ from itertools import takewhile
 
 import uvicorn
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.launch.endings import exit_name
 from tightfit.serve.http.balancer import Balancer
@@ -39,7 +40,9 @@ def serve_replicas(arguments: Sequence[str], options: ServerOptions, *, replicas
     """Serve copies that are each started with `arguments`, until a signal comes or one of them ends."""
     own_cards = cards_of_copies(replicas, cards) if gpus else None
     if gpus and replicas * cards > gpus:
-        raise UserError(f"--replicas is {replicas}, each on {cards} GPUs, but there are {gpus} here; lower it")
+        raise UserError(
+            f"--replicas is {replicas}, each on {counted(cards, 'GPU')}, but there are {gpus} here; lower it"
+        )
     ports = _free_ports(replicas)
     with _copies(without_own(arguments), ports, own_cards) as copies:
         _wait_until_healthy(copies, ports)
@@ -77,8 +80,8 @@ def cards_of_copies(replicas: int, cards: int) -> list[str]:
     named = [str(card) for card in range(wanted)] if visible is None else _named_cards(visible)
     if len(named) < wanted:
         raise UserError(
-            f"{VISIBLE} is {visible!r}, which names {len(named)} GPUs, but --replicas is {replicas}, each on {cards} "
-            "GPUs; name more cards or lower --replicas"
+            f"{VISIBLE} is {visible!r}, which names {counted(len(named), 'GPU')}, but --replicas is {replicas}, each "
+            f"on {counted(cards, 'GPU')}; name more cards or lower --replicas"
         )
     return [",".join(named[index * cards : (index + 1) * cards]) for index in range(replicas)]
 

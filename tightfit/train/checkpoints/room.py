@@ -8,6 +8,7 @@ The newest `saving.keep` stay, with `saving.keep_best` one more; while a checkpo
 import shutil
 from pathlib import Path
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.levers import Levers
@@ -42,8 +43,8 @@ def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_ste
     free = shutil.disk_usage(_existing(job.output)).free
     if each * count > free:
         raise UserError(
-            f"output {job.output} has {free / 2**30:.2f} GiB free, but {count} checkpoint(s) of {each / 2**30:.2f} GiB "
-            "each will be there at once; make room, lower saving.keep or choose another output"
+            f"output {job.output} has {free / 2**30:.2f} GiB free, but {counted(count, 'checkpoint')} of "
+            f"{each / 2**30:.2f} GiB each will be there at once; make room, lower saving.keep or choose another output"
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.train.data.held_out import StorePart, everything
@@ -40,7 +41,8 @@ class PackedText(Dataset[Row]):
         documents = len((part or everything(store)).documents_of(store)) if separate_documents else 1
         if self.tokens_total <= max(documents, 1):
             raise UserError(
-                f"{self.tokens_total} tokens in {documents} documents leave nothing to predict; give longer documents"
+                f"{counted(self.tokens_total, 'token')} in {counted(documents, 'document')} leave nothing to predict; "
+                "give longer documents"
             )
 
     def __len__(self) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.train.data.chats import read_chats
@@ -151,7 +152,7 @@ def _meter(sources: Sequence[Source], writer: ShardWriter, shown: bool) -> Itera
             bar.update(
                 task,
                 advance=source_bytes,
-                description=f"{writer.documents:,} documents, {writer.tokens_total:,} tokens",
+                description=f"{counted(writer.documents, 'document')}, {counted(writer.tokens_total, 'token')}",
             )
 
         yield advance
