@@ -1,6 +1,7 @@
 """A resume from a damaged checkpoint: which file is missing or damaged, and which checkpoint to take instead."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ FILES = (
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_or_damaged_file_is_named_and_the_newest_whole_checkpoint(job: Job, name: str) -> None:
     first, second, third = checkpoints_of(job.output)
-    damages = [cut, Path.unlink] if name.endswith(".json") else [flip, cut, Path.unlink]
+    damages: list[Callable[[Path], object]] = [cut, Path.unlink] if name.endswith(".json") else [flip, cut, Path.unlink]
     for damage in damages:
         damage(third / name)
         said = refusal(job, resume=True)
