@@ -191,8 +191,12 @@ def test_other_cards_ask_the_rulebook_nothing_again(monkeypatch: pytest.MonkeyPa
     assert larger.machine.accelerator == pressed.machine.accelerator == card
     assert said == [[(layout, each.levers_of(layout)) for layout in each.layouts()] for each in (larger, pressed)]
     assert min(map(len, said)) > 5
-    with pytest.raises(TypeError):
-        next(replace(asked, lossy=True).layouts())
+    lossy = replace(asked, lossy=True)
+    shorter = replace(asked, workload=replace(asked.workload, sequence_length=1536))
+    with pytest.raises(TypeError):  # other sets of levers are asked about
+        lossy.levers_of(next(lossy.layouts()))
+    with pytest.raises(TypeError):  # and all of another workload
+        next(shorter.layouts())
 
 
 def test_changes_ask_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
