@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,15 @@ def test_inspecting_needs_no_torch(arguments: list[str]) -> None:
     made = base_install(*arguments)
     assert made.returncode == 0, made.stderr
     assert made.stdout
+
+
+@pytest.mark.parametrize("verb", ["train", "measure", "check"])
+def test_a_mistake_in_a_job_is_told_before_torch_is_imported(verb: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: tiny-llama\ndata: notes.txt\noutput: out\nsteps: 1\nlayout: {data: 2}\n")
+    made = base_install(verb, str(job), "-o", "global_batch=7")
+    assert made.returncode == 2
+    assert "global_batch 7 is not a multiple of" in made.stderr
 
 
 @sampled(3)

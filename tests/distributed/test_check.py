@@ -36,9 +36,10 @@ from tightfit.models.presets import preset
 from tightfit.parallel import data, pipeline, tensor
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove import equivalence_check as gate
-from tightfit.prove.check_target import CheckTarget, exact_target, miniature, read_target
+from tightfit.prove.check_target import CheckTarget, exact_target, miniature, target_of
 from tightfit.prove.equivalence import TOLERANCE, Verdict, compare
-from tightfit.prove.equivalence_check import run_check
+from tightfit.prove.equivalence_check import check
+from tightfit.prove.question import read_question
 from tightfit.train import step
 from tightfit.train.optimizer import adamw as optimizer
 
@@ -81,7 +82,7 @@ def test_a_plan_of_last_resort_passes(group: Make, tmp_path: Path) -> None:
     assert plan.fits
     assert plan.levers.update_in_backward
     plan.save(tmp_path / "plan.json")
-    checked = exact_target(miniature(read_target(tmp_path / "plan.json")))
+    checked = exact_target(miniature(target_of(read_question(tmp_path / "plan.json"))))
     verdict = group(2).run(judge, checked)[0]
     assert verdict.same, verdict.first
 
@@ -306,12 +307,13 @@ def test_a_verdict_is_a_sentence_of_the_documentation(group: Make) -> None:
     assert f"different: {verdict.first.sentence()}" in page.read_text(encoding="utf-8")
 
 
-def test_the_verb_ends_with_one_where_ranks_differ(group: Make) -> None:
+def test_the_verb_ends_with_one_where_ranks_differ(group: Make, tmp_path: Path) -> None:
     """And names what differs first. The verdict is a real one; only its processes were started elsewhere."""
-    checked = target(TENSOR)
+    job, checked = tmp_path / "job.yaml", target(TENSOR)
+    job.write_text("model: tiny-llama\ndata: notes.txt\noutput: out\nsteps: 1\nlayout: {tensor: 2}\n")
     verdict = group(2).run(judge, checked, "stale shard")[0]
-    with patch.object(gate, "run_check", lambda *_, **__: (verdict, checked)):
-        told = CliRunner().invoke(app, ["check", "job.yaml"])
+    with patch.object(gate, "check", lambda *_, **__: (verdict, checked)):
+        told = CliRunner().invoke(app, ["check", str(job)])
     assert told.exit_code == 1
     assert "different: step 1: weight of layers.1.mlp.up.weight (layer 1)" in " ".join(told.output.split())
 
@@ -320,10 +322,10 @@ def test_what_cannot_be_split_is_refused_and_not_shrunk(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("model: gpt2-xl\ndata: notes.txt\noutput: out\nsteps: 1\nlayout: {tensor: 2}\n")
     with pytest.raises(UserError, match="has 25 attention heads"):
-        run_check(job)
+        check(target_of(read_question(job)), str(job))
     job.write_text("model: gpt2-xl\ndata: notes.txt\noutput: out\nsteps: 1\n")
     with pytest.raises(UserError, match="has one rank, which has nothing to differ from"):
-        run_check(job)
+        check(target_of(read_question(job)), str(job))
 
 
 def test_groups_that_do_not_meet_are_found(group: Make) -> None:
@@ -394,7 +396,7 @@ def test_the_verb_checks_adapters(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "frozen, with adapters of rank 4" in " ".join(done.stdout.split())
     with pytest.raises(UserError, match=r"adapter.rank trains small matrices .* but layout.zero is 3"):
-        run_check(job, ["layout.zero=3"])
+        check(target_of(read_question(job, ["layout.zero=3"])), str(job))
 
 
 @pytest.mark.usefixtures("server")

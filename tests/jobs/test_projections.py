@@ -108,3 +108,11 @@ def test_gates_that_are_not_there_are_told() -> None:
 def test_one_text_is_a_list_of_one() -> None:
     assert AdapterTraining(rank=2, targets="q_proj").targets == ["q"]  # type: ignore[arg-type]
     assert AdapterTraining(rank=2, targets=["qkv_proj"]).targets == ["qkv_proj"]
+
+
+def test_lists_that_mean_the_same_are_equal() -> None:
+    """A run is resumed with the targets in another order, or one of them named twice."""
+    one, other = (AdapterTraining(rank=2, targets=names) for names in (["v_proj", "q", "v"], ["q", "v"]))
+    assert one == other
+    patterns = [AdapterTraining(rank=2, targets=names) for names in (["*.up", "q", "*.k"], ["*.k", "*.up", "q"])]
+    assert patterns[0] == patterns[1] != one

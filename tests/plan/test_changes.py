@@ -15,10 +15,16 @@ from tightfit.hardware.catalog import find_accelerator
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LOSS_CHUNK_BYTES
 from tightfit.jobs.levers import Levers
+from tightfit.jobs.rules import refusals
 from tightfit.jobs.rules.refusals import refused_levers
-from tightfit.memory.formulas.overheads import INSTALLED
-from tightfit.memory.formulas.training import peaks
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas import training
+from tightfit.memory.formulas.overheads import INSTALLED, Overheads
+from tightfit.memory.formulas.training import Peaks, peaks
 from tightfit.plan.answer import Question, answer
+from tightfit.plan.cost import states_key
+from tightfit.plan.search import candidate, space
+from tightfit.plan.search.lever_choices import NO_LEVERS, states_on_host
 from tightfit.plan.search.search import search
 
 LOSSLESS = {
@@ -185,5 +191,30 @@ def test_other_cards_ask_the_rulebook_nothing_again(monkeypatch: pytest.MonkeyPa
     assert larger.machine.accelerator == pressed.machine.accelerator == card
     assert said == [[(layout, each.levers_of(layout)) for layout in each.layouts()] for each in (larger, pressed)]
     assert min(map(len, said)) > 5
-    with pytest.raises(TypeError):
-        next(replace(asked, lossy=True).layouts())
+    lossy = replace(asked, lossy=True)
+    shorter = replace(asked, workload=replace(asked.workload, sequence_length=1536))
+    with pytest.raises(TypeError):  # other sets of levers are asked about
+        lossy.levers_of(next(lossy.layouts()))
+    with pytest.raises(TypeError):  # and all of another workload
+        next(shorter.layouts())
+
+
+def test_changes_ask_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of cards or levers leaves most questions as they were: bounds of states, and rules about layouts."""
+    asked: list[tuple[object, ...]] = []
+
+    def least_peaks(workload: Workload, layout: Layout, levers: Levers, overheads: Overheads) -> Peaks:
+        asked.append((workload, states_key(layout), states_on_host(levers), levers.update_in_backward))
+        return training.least_peaks(workload, layout, levers, overheads)
+
+    def refused(workload: Workload, layout: Layout, levers: Levers) -> str | None:
+        asked.append((workload, layout, levers))
+        return refusals.refused_workload(workload, layout, levers)
+
+    monkeypatch.setattr(candidate, "least_peaks", least_peaks)
+    monkeypatch.setattr(space, "refused_workload", refused)
+    found = planned("llama-3.1-70b", "4xT4", 1000, 24, precision="fp16")  # a length that no other test asks for
+    assert found.changes
+    without_levers = [each for each in asked if len(each) == 4 or each[2] == NO_LEVERS]
+    assert len(without_levers) > 500
+    assert len(set(without_levers)) == len(without_levers)

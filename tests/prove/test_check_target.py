@@ -1,5 +1,6 @@
 """What the gate is given to check: the job or plan that is asked for, overrides and all, without what rounds."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
 from tightfit.models.presets import preset
 from tightfit.plan.answer import answer
-from tightfit.prove.check_target import SETTINGS, CheckTarget, exact_target, miniature, read_target, target_of
+from tightfit.prove.check_target import SETTINGS, CheckTarget, exact_target, miniature, target_of
+from tightfit.prove.question import read_question
 
 PINS = ("layout.data=4", "layout.tensor=2", "layout.pipeline=1", "layout.micro_batch=1", "levers.checkpoint_every=1")
 
@@ -25,6 +27,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert found is not None
     found.save(path)
     return path
+
+
+def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
+    return target_of(read_question(path, overrides))
 
 
 def test_a_plan_is_checked_as_it_is(plan: Path) -> None:

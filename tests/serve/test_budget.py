@@ -11,6 +11,7 @@ from tests.covering import sampled
 from tests.serve.conftest import SHAPE
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
+from tightfit.serve import budget
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.held_bytes import held_bytes
@@ -30,6 +31,15 @@ def test_every_storage_counts_once() -> None:
     assert held_bytes(parts) == 400 + 60 + 7
     assert held_bytes(base[:1]) == 400
     assert held_bytes(None, 3, "x") == 0
+
+
+@pytest.mark.parametrize(("free", "wanted"), [(3 * 2**20, 3 * 2**20), (None, budget.UNKNOWN_FREE_BYTES)])
+def test_a_container_has_what_is_left_of_its_limit(
+    free: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is free of the machine; and a system without /proc is no error."""
+    monkeypatch.setattr(budget, "free_host_bytes", lambda: free)
+    assert budget.free_bytes(torch.device("cpu")) == wanted
 
 
 @pytest.fixture(scope="module")

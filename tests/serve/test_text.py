@@ -3,7 +3,11 @@
 import pytest
 
 from tightfit.models.text.tokenizer import Tokenizer, train_tokenizer
+from tightfit.serve.requests.request import Request
+from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.requests.text_stream import TextStream
+from tightfit.serve.running import Running
+from tightfit.serve.schedule.sequence import Sequence
 
 TEXT = "hello 日本 👍🏽 stop here, the end"
 
@@ -52,3 +56,14 @@ def test_broken_bytes_are_shown_in_the_end(byte_tokenizer: Tokenizer) -> None:
     half = byte_tokenizer.encode("👍")[:1]
     assert stream.push(half[0]) == ""
     assert stream.finish() != ""
+
+
+def test_a_stop_string_that_only_the_last_token_allowed_shows_is_why_it_is_over() -> None:
+    tokenizer = train_tokenizer(["né nè nê " * 4], 260)  # one merge: n and the byte that those letters begin with
+    token = tokenizer.encode("né")[0]
+    assert tokenizer.decode([token]) == "n\ufffd"
+    for stop, text, why in (("n", "", "stop"), ("m", "n\ufffd", "length")):
+        sampling = Sampling(max_tokens=1, stop=(stop,))
+        stream, sequence = TextStream(tokenizer, (stop,)), Sequence([0], sampling)
+        running = Running(Request(id="a", prompt=[0], sampling=sampling), sequence, stream, None)
+        assert running.extend([token]) == ([token], text, why)

@@ -191,6 +191,11 @@ def test_a_run_resumes_bit_for_bit(adapter: dict[str, Any], precision: str, make
     assert one == other
 
 
+def test_targets_in_another_order_resume(make: Make) -> None:
+    for steps, targets in ((1, ["q", "v"]), (2, ["v", "q"])):
+        run_job(make("order", adapter={"rank": 2, "targets": targets}, steps=steps), resume="auto", quiet=True)
+
+
 def test_what_resumes_otherwise_is_refused(make: Make, trained: Path) -> None:
     for changes, said in (
         ({"adapter": {"rank": 8}}, r"adapter.rank is 8, but .* was made with 4"),

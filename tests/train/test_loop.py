@@ -425,14 +425,6 @@ def test_a_training_state_that_cannot_be_is_refused(make: Make, two_steps: Path,
     assert words in str(caught.value)
 
 
-def test_a_bad_state_names_the_checkpoint_to_go_back_to(make: Make) -> None:
-    job = make(steps=4, saving={"every": 2, "keep": 5}, **SMALL)
-    last = run_job(job, quiet=True).checkpoint
-    (last / "training" / "state.json").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="resume from an older checkpoint with --from step-00000002"):
-        run_job(job, resume=True, quiet=True)
-
-
 def test_damaged_metrics_do_not_keep_a_run_from_going_on(make: Make, two_steps: Path) -> None:
     path = make().output / "metrics.jsonl"
     rows = [

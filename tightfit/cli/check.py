@@ -28,12 +28,17 @@ def check(
     tightfit check job.yaml -o layout.tensor=2 -o layout.data=2
     torchrun --nproc-per-node=8 -m tightfit check plan.json --whole
     """
-    from tightfit.prove.equivalence_check import run_check
+    from tightfit.prove.question import read_question
+
+    asked = read_question(job, override or [])  # before torch, whose import takes seconds
+
+    from tightfit.prove.check_target import target_of
+    from tightfit.prove.equivalence_check import check as compared
     from tightfit.report.check import print_verdict
     from tightfit.report.waiting import waiting
 
     with waiting("comparing all ranks with one process"):
-        verdict, subject = run_check(job, override or [], steps=steps, tiny=tiny)
+        verdict, subject = compared(target_of(asked), str(job), steps=steps, tiny=tiny)
     if verdict is None:
         return
     print_verdict(verdict, subject, as_json=as_json)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tightfit.errors import UserError
 from tightfit.jobs.projections import ALL_LINEAR, PROJECTIONS, Projection, check_target, linear_shapes, targeted
@@ -43,6 +43,13 @@ def _short(names: object) -> object:
     return [short if short in PROJECTIONS else name for short, name in zip(plain, names, strict=True)]
 
 
+def _ordered(names: list[str] | str) -> list[str] | str:
+    """Each name once: projections in the model's order, then patterns. Lists that mean the same are then equal."""
+    if isinstance(names, str):
+        return names
+    return [name for name in PROJECTIONS if name in names] + sorted(set(names).difference(PROJECTIONS))
+
+
 class AdapterTraining(Section):
     rank: int | None = Field(default=None, ge=1, le=LARGEST_RANK)
     """Rank of the matrices that are trained while the model is frozen (LoRA). Without, the model itself is trained."""
@@ -50,7 +57,9 @@ class AdapterTraining(Section):
     """The adapters' output is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping each of the adapters' inputs while training."""
-    targets: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_short)] = "all-linear"
+    targets: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_short), AfterValidator(_ordered)] = (
+        "all-linear"
+    )
     """Projections of every layer that get adapters: all of them, or some of q, k, v, o, gate, up, down, by these
     names, by Hugging Face's, or by globs or regular expressions of whole names."""
     bits: HeldBits | None = None

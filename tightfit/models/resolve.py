@@ -55,9 +55,20 @@ def newest_checkpoint(path: Path, source: str) -> Path:
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """The complete checkpoints of `run`, oldest first; incomplete ones have names that begin with a dot."""
+    """The complete checkpoints of `run`, oldest first; incomplete ones have names that begin with a dot, and an empty
+    directory never was one."""
     found = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(filter(_is_filled, found), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _is_filled(path: Path) -> bool:
+    """Whether `path` is a directory that holds something; it may be removed by its run at any instant."""
+    try:
+        return any(path.iterdir())
+    except PermissionError:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelSpec:

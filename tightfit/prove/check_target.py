@@ -6,9 +6,7 @@ so that it trains in milliseconds on a CPU. Tokens are random: rows of several d
 counted labels.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -16,12 +14,10 @@ from tightfit.jobs.adapter import NOT_ADAPTED, AdapterTraining
 from tightfit.jobs.job import Job, Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
-from tightfit.jobs.load import load_job
 from tightfit.kernels.loss.linear_cross_entropy import IGNORE
 from tightfit.models.loading import source_spec
 from tightfit.models.resolve import reshaped
 from tightfit.models.spec import Experts, Latent, ModelSpec
-from tightfit.plan.job import PLAN_SUFFIX, job_of_plan
 from tightfit.plan.plan import Plan
 from tightfit.train.step import Batch
 
@@ -29,8 +25,6 @@ HEAD, WIDTH, LENGTH, ROWS, SMALL_RANK = 8, 16, 32, 2, 4
 MOST_MICRO_BATCHES = 3
 NO_LEVERS = Levers()
 ROUNDING = ("optimizer_states", "rounding", "matmul", "checkpoint_format")
-NOTHING_TRAINED = ("data.train=nothing", "output=nowhere")
-"""Required fields of a job that a check does not use."""
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4)
 """With the usual eps, Adam makes full updates from gradients that are pure rounding error, and these would differ."""
 
@@ -63,13 +57,12 @@ class CheckTarget:
         return {"tokens": tokens, "labels": labels, "documents": (torch.arange(self.length)[None] >= ends).int()}
 
 
-def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
-    """The target of the plan or job at `path`, in float32 whatever its precision."""
-    if path.suffix.lower() != PLAN_SUFFIX or path.is_dir():
-        return target_of(load_job(path / "job.yaml" if path.is_dir() else path, overrides))
-    plan = Plan.load(path)
-    if overrides:
-        return target_of(job_of_plan(plan, str(path), [*NOTHING_TRAINED, *overrides], steps=1))
+def target_of(asked: Job | Plan) -> CheckTarget:
+    """The target of a job or plan, in float32 whatever its precision."""
+    return _target_of_job(asked) if isinstance(asked, Job) else _target_of_plan(asked)
+
+
+def _target_of_plan(plan: Plan) -> CheckTarget:
     rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
     adapted = plan.workload.adapted
     return CheckTarget(
@@ -82,8 +75,7 @@ def read_target(path: Path, overrides: Sequence[str] = ()) -> CheckTarget:
     )
 
 
-def target_of(job: Job) -> CheckTarget:
-    """The target of `job`."""
+def _target_of_job(job: Job) -> CheckTarget:
     spec = job.experts.applied(reshaped(source_spec(job.model.source), job.model.shape, job.model.source))
     settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
     passes = _few(job.accumulation, job.layout)

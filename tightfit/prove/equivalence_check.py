@@ -1,8 +1,6 @@
 """Runs the equivalence check on the processes torchrun has started, or on processes of its own."""
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -11,7 +9,7 @@ from tightfit.jobs.rules.refusals import refuse_untrainable
 from tightfit.jobs.rules.rule import Run
 from tightfit.launch.together import run_together
 from tightfit.parallel.mesh import init_distributed, make_mesh
-from tightfit.prove.check_target import CheckTarget, exact_target, miniature, read_target
+from tightfit.prove.check_target import CheckTarget, exact_target, miniature
 from tightfit.prove.equivalence import Verdict, compare
 from tightfit.train.precision import choose_device
 
@@ -19,13 +17,6 @@ SMALL_PARAMS = 5_000_000
 """Models of up to this many weights are checked whole unless a miniature is asked for."""
 MOST_RANKS = 16
 """Most processes started here; for more, use torchrun."""
-
-
-def run_check(
-    path: Path, overrides: Sequence[str] = (), *, steps: int = 2, tiny: bool | None = None
-) -> tuple[Verdict | None, CheckTarget]:
-    """The verdict on the plan or job at `path`, on the first rank (None on others), and the target checked."""
-    return check(read_target(path, overrides), str(path), steps=steps, tiny=tiny)
 
 
 def check(

@@ -2,8 +2,9 @@
 
     blocks = (free bytes · share − activations and logits of the largest step) / bytes of one block in all layers
 
-On a GPU what is free is what the driver says; elsewhere it is the host's available memory, of which a server takes a
-quarter at most. More blocks than all sequences at full length could use are never taken.
+On a GPU what is free is what the driver says; elsewhere it is the host's available memory (inside a container, at most
+what is left of its limit), of which a server takes a quarter at most. More blocks than all sequences at full length
+could use are never taken.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tightfit.errors import UserError
+from tightfit.hardware.host import free_host_bytes
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
@@ -23,6 +25,8 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.row_tiles import SIZES
 from tightfit.serve.weights.joint import half_bytes
 
+UNKNOWN_FREE_BYTES = 2**31
+"""Taken to be free on systems that do not say."""
 LEAST_GRAPH_BYTES = 512 * 2**20
 GRAPH_SHARE = 1 / 64
 """Share of a GPU's free memory kept for captured graphs, their buffers and libraries: 1.3 to 3.5 GiB of an H200."""
@@ -145,9 +149,8 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserved
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    return found[0] if found else 2**31
+    free = free_host_bytes()
+    return UNKNOWN_FREE_BYTES if free is None else free
 
 
 def graph_bytes(free: int) -> int:

@@ -34,7 +34,9 @@ class Running:
                 if self.text.stopped:
                     finish = "stop"
             if finish is not None:
-                return taken, text + (self.text.finish() if self.text is not None else ""), finish
+                rest = self.text.finish() if self.text is not None else ""
+                stopped = self.text is not None and self.text.stopped  # by a stop string, perhaps only in the rest
+                return taken, text + rest, "stop" if stopped else finish
         return taken, text, None
 
     def _ends(self, token: int) -> Finish | None:

@@ -21,6 +21,7 @@ from tightfit.models.loading import load_frozen, verify_weights
 from tightfit.models.quantized.holding import hold_in_codes
 from tightfit.models.spec import ModelSpec
 from tightfit.train.assembly import Fill
+from tightfit.train.checkpoints.damage import damage_told
 from tightfit.train.checkpoints.directory import SavedAdapter
 from tightfit.train.checks import CheckedRun, wants_weights
 from tightfit.train.precision import COMPUTE_DTYPES, keeps_master_weights
@@ -37,7 +38,8 @@ def frozen_model(checked: CheckedRun) -> tuple[Decoder, Fill]:
         if checked.checkpoint is None:
             initialise(model, job.seed)
         else:
-            verify_weights(checked.checkpoint)
+            with damage_told(checked.checkpoint):
+                verify_weights(checked.checkpoint)
             saved = read_matrices(checked.checkpoint, model.spec, adapters(model))
             restore(model, saved, str(checked.checkpoint))
 

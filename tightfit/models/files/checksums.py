@@ -29,6 +29,15 @@ REMEDY = "get the file again, or go back to another checkpoint"
 CHANGED = f"if you changed it yourself, remove its {NAME} or add --no-verify"
 
 
+class DamagedFileError(UserError):
+    """A file that is missing or not as it was written."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what = what
+        """The sentence without its remedy."""
+
+
 def digest(path: Path) -> str:
     """The digest of a file's bytes."""
     hashed, size = hashlib.sha256(), path.stat().st_size
@@ -70,8 +79,9 @@ def verify_file(file: Path) -> None:
     verify(file.parent, [file.name], list_beside(file).name)
 
 
-def verify(folder: Path, names: Iterable[str] | None = None, listed_in: str = NAME) -> None:
-    """Compare the files `names` below `folder` (or all that are listed) with checksums.json, where there is one."""
+def verify(folder: Path, names: Iterable[str] | None = None, listed_in: str = NAME, *, contents: bool = True) -> None:
+    """Compare the files `names` below `folder` (or all that are listed) with checksums.json, where there is one;
+    without `contents` their sizes alone."""
     path = folder / listed_in
     if not path.is_file():
         return
@@ -80,16 +90,18 @@ def verify(folder: Path, names: Iterable[str] | None = None, listed_in: str = NA
     if not isinstance(files, dict):
         raise UserError(f"{path} is not a list of checksums; {CHANGED}")
     for name in files if names is None else (name for name in names if name in files):
-        _verify(folder, name, files[name])
+        _verify(folder, name, files[name], contents=contents)
 
 
-def _verify(folder: Path, name: str, expected: Any) -> None:
+def _verify(folder: Path, name: str, expected: Any, *, contents: bool) -> None:
     path = folder / name
     if not isinstance(expected, dict) or type(expected.get("bytes")) is not int or ".." in Path(name).parts:
         raise UserError(f"{folder / NAME} says nothing that can be compared about {name!r:.100}; {CHANGED}")
     if Path(name).is_absolute() or not path.is_file():
-        raise UserError(f"{path} is missing, and {NAME} lists it; {REMEDY}")
+        raise DamagedFileError(f"{path} is missing, and {NAME} lists it", REMEDY)
     if (found := path.stat().st_size) != expected["bytes"]:
-        raise UserError(f"{path} has {found:,} bytes instead of {expected['bytes']:,}; {REMEDY} ({CHANGED})")
-    if "digest" in expected and digest(path) != expected["digest"]:
-        raise UserError(f"{path} is damaged: its bytes are not those that were written; {REMEDY} ({CHANGED})")
+        what = f"{path} has {found:,} bytes instead of {expected['bytes']:,}"
+        raise DamagedFileError(what, f"{REMEDY} ({CHANGED})")
+    if contents and "digest" in expected and digest(path) != expected["digest"]:
+        what = f"{path} is damaged: its bytes are not those that were written"
+        raise DamagedFileError(what, f"{REMEDY} ({CHANGED})")

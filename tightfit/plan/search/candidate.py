@@ -1,13 +1,15 @@
 """Candidate: a layout with levers, its memory and the time of its step."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.saving import writers_of_node
+from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.training import Peaks, least_peaks, peaks
 from tightfit.plan.cost import Costs, states_key
 from tightfit.plan.search.lever_choices import NO_LEVERS, states_on_host, without_gains
@@ -62,6 +64,12 @@ class Candidate:
         return len(layout.splits) + (layout.tensor_mesh != "1d"), pulled, layout.zero
 
 
+@lru_cache(maxsize=16)
+def _known_least_peaks(workload: Workload, overheads: Overheads) -> dict[tuple[object, ...], Peaks]:
+    """A cache for `Pricing._least_peaks`: one for all cards, pins and numbers of cards that changes.py tries."""
+    return {}
+
+
 class Pricing:
     """Candidates of one workload on one machine, each computed once, and cheaper lower bounds of their memory."""
 
@@ -69,7 +77,7 @@ class Pricing:
         self.space, self.costs = space, Costs(space.workload, space.machine)
         self.overheads = space.overheads
         self._candidates: dict[tuple[Layout, Levers], Candidate] = {}
-        self._least: dict[tuple[object, ...], Peaks] = {}
+        self._least = _known_least_peaks(space.workload, space.overheads)
         self._rank_bytes: dict[tuple[Layout, Levers], int] = {}
         """Bytes of the first pipeline rank that was found not to fit."""
 

@@ -129,19 +129,20 @@ def _fitting(space: SearchSpace) -> Candidate | None:
     try:
         pricing, levers = Pricing(space), space.levers()
         families = list(space.families(lambda layout: pricing.card_may_hold(layout, levers[-1]))) if levers else []
+        lean = [(family, space.leanest(family)) for family in families]
         if space.machine.host_bytes is None:  # a layout that does not fit with the strongest levers fits with no others
-            families = [family for family in families if _fits_with(pricing, family, None)]
-        for group in levers.groups if families else ():
-            if fit := [family for family in families if _fits_with(pricing, family, group)]:
+            lean = [(family, leanest) for family, leanest in lean if _fits_with(pricing, leanest, None)]
+        for group in levers.groups if lean else ():
+            if fit := [family for family, leanest in lean if _fits_with(pricing, leanest, group)]:
                 return search(space, sorted(fit, key=lambda family: _bound_s(pricing, family))[:MOST_SEARCHED]).best
     except UserError:  # pins contradict the change, or the card lacks the number format
         pass
     return None
 
 
-def _fits_with(pricing: Pricing, family: list[Layout], group: HostUse | None) -> bool:
-    """Whether one of `family` fits with the strongest levers of `group`, or with the strongest of all."""
-    for layout in pricing.space.leanest(family):
+def _fits_with(pricing: Pricing, leanest: list[Layout], group: HostUse | None) -> bool:
+    """Whether one of a family's leanest layouts fits with the strongest levers of `group`, or the strongest of all."""
+    for layout in leanest:
         allowed = pricing.space.levers_of(layout)
         strongest = allowed if group is None else allowed.groups.get(group)
         if strongest and pricing.fits(layout, strongest[-1]):

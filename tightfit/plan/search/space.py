@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 from tightfit.hardware.machine import Machine
@@ -24,11 +24,19 @@ class RuleCache:
     def __init__(self) -> None:
         self.levers: dict[object, LeverSets] = {}
         self.reasons: dict[Layout, str | None] = {}
+        self.families: list[list[Layout]] | None = None
+        """Every layout before the rules are asked, where several kinds of cards are searched."""
 
     @cached_property
     def in_last_resort(self) -> "RuleCache":
         """The cache of the same space with levers of last resort."""
         return RuleCache()
+
+
+@lru_cache(maxsize=16)
+def _known_refusals(workload: Workload) -> dict[Layout, str | None]:
+    """A cache for `SearchSpace.reason`: what the rules say of layouts without levers, whatever is pinned."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -53,10 +61,14 @@ class SearchSpace:
         left = {name: value for name, value in values.items() if name not in self.pins.levers}
         if self.machine.ranks == 1 or not left:
             return None
-        return replace(self, pins=self.pins.with_levers(left))._sharing(self.rule_cache.in_last_resort)
+        rule_cache = self.rule_cache.in_last_resort
+        rule_cache.families = self.rule_cache.families
+        return replace(self, pins=self.pins.with_levers(left))._sharing(rule_cache)
 
     def with_card(self, machine: Machine) -> "SearchSpace":
         """The same space on a machine with as many cards of another kind."""
+        if self.rule_cache.families is None:
+            self.rule_cache.families = [list(family) for family in self.every_layout.families()]
         return replace(self, machine=machine)._sharing(self.rule_cache)
 
     def _sharing(self, rule_cache: RuleCache) -> "SearchSpace":
@@ -76,7 +88,7 @@ class SearchSpace:
         """Groups of layouts that differ in micro-batch and schedule only, smallest micro-batch first; `worth` drops
         layouts before the rules are checked, which is slower."""
         layers = self.workload.spec.layers
-        for layouts in self.every_layout.families():
+        for layouts in self.rule_cache.families or self.every_layout.families():
             cuttable = (layout for layout in layouts if layout.pipeline * layout.stages_per_rank <= layers)
             if family := [layout for layout in cuttable if worth(layout) and self.reason(layout) is None]:
                 yield family
@@ -85,10 +97,20 @@ class SearchSpace:
         """The sentence with which the rules refuse `layout`, or all levers in it; None where they allow it."""
         reasons = self.rule_cache.reasons
         if layout not in reasons:
-            reasons[layout] = self.refusal(layout, NO_LEVERS)
+            reasons[layout] = self._refusal_without_levers(layout)
             if reasons[layout] is None and self.pins.levers and not self.levers_of(layout):
                 reasons[layout] = self.refusal(layout, self.levers()[0])
         return reasons[layout]
+
+    def _refusal_without_levers(self, layout: Layout) -> str | None:
+        known = self._known_refusals
+        if layout not in known:
+            known[layout] = self.refusal(layout, NO_LEVERS)
+        return known[layout]
+
+    @cached_property
+    def _known_refusals(self) -> dict[Layout, str | None]:
+        return _known_refusals(self.workload)
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
         """The sentence with which the rules refuse a layout with levers; None where they allow it."""

@@ -9,7 +9,8 @@
 
 Projections of the common kind are joined. Where all of a model's can be, plain ones have a copy in 16 bits besides,
 unless that would change what they are. serve/weights/cpu_codes.py and serve/weights/half.py do so; a quarter of free
-memory is the room for either, here of all memory.
+memory is the room for either. Here it is a quarter of all memory: a plan does not depend on what else runs just now,
+and what is free once the weights are there depends on how they are held.
 """
 
 from collections import defaultdict

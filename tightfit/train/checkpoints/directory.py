@@ -44,6 +44,7 @@ from tightfit.models.saving import write_config, write_model
 from tightfit.models.spec import ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.parallel.ranks import ALONE, Ranks
+from tightfit.train.checkpoints.damage import damage_told, other_checkpoint_sentence, refuse_damaged
 from tightfit.train.metrics import METRICS_FILE, read_metrics
 from tightfit.train.optimizer.adamw import MasterAdamW
 from tightfit.train.precision import LossScale
@@ -179,9 +180,10 @@ def _write_training_state(folder: Path, states: Mapping[str, Tensor], position: 
 
 
 def read_position(checkpoint: Path) -> Position:
-    """The position a checkpoint was taken at."""
+    """The position a checkpoint was taken at, if its files are whole."""
     path = checkpoint / "training" / "state.json"
-    content = read_json(path, LARGEST_RECORD_BYTES, "a training state", remedy=older_checkpoint_sentence(checkpoint))
+    refuse_damaged(checkpoint)
+    content = read_json(path, LARGEST_RECORD_BYTES, "a training state", remedy="go back to another checkpoint")
     try:
         if content.pop("format") != FORMAT:
             raise UserError(f"{path} was written by another version of tightfit; resume with that one")
@@ -193,7 +195,7 @@ def read_position(checkpoint: Path) -> Position:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is damaged ({error}); {older_checkpoint_sentence(checkpoint)}") from None
+        raise UserError(f"{path} is damaged ({error}); {other_checkpoint_sentence(checkpoint)}") from None
 
 
 def _check_position(position: Position) -> None:
@@ -210,18 +212,10 @@ def _check_position(position: Position) -> None:
         raise ValueError("loss_scale has a factor that is none")
 
 
-def older_checkpoint_sentence(checkpoint: Path) -> str:
-    """The end of an error message about an unusable checkpoint: which one to take instead."""
-    run = checkpoint.parent.parent
-    older = [path.name for path in checkpoints_of(run) if path.name < checkpoint.name]
-    if older:
-        return f"resume from an older checkpoint with --from {older[-1]}"
-    return "there is no older checkpoint of the run, so start it anew with --overwrite"
-
-
 def restore_weights(checkpoint: Path, model: Decoder) -> None:
     """Load the weights of a checkpoint into a model of the same shape."""
-    verify_weights(checkpoint)
+    with damage_told(checkpoint):
+        verify_weights(checkpoint)
     if has_sharded(checkpoint):
         load_sharded_weights(model, checkpoint)
     else:
@@ -231,7 +225,8 @@ def restore_weights(checkpoint: Path, model: Decoder) -> None:
 def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
     """Load optimizer states, master weights and RNG, a tensor at a time."""
     path = checkpoint / "training" / "state.safetensors"
-    verify(checkpoint, [path.relative_to(checkpoint).as_posix()])
+    with damage_told(checkpoint):
+        verify(checkpoint, [path.relative_to(checkpoint).as_posix()])
     try:
         with safe_open(path, framework="pt") as file:
             saved = _States(file)
@@ -243,7 +238,7 @@ def restore_training_state(checkpoint: Path, optimizer: MasterAdamW) -> None:
             if "rng/cuda" in names and torch.cuda.is_available():
                 torch.cuda.set_rng_state(file.get_tensor("rng/cuda"))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}); {older_checkpoint_sentence(checkpoint)}") from None
+        raise UserError(f"{path} is missing or damaged ({error}); {other_checkpoint_sentence(checkpoint)}") from None
 
 
 class _States(Mapping[str, Tensor]):
