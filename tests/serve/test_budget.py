@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.covering import sampled
 from tests.serve.conftest import SHAPE
+from tightfit.memory.formulas.serving import serving_ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.serve import budget
@@ -71,6 +72,16 @@ def test_weights_and_cache_take_what_was_predicted(wide: Decoder, changes: dict[
     predicted = engine.budget.standing_bytes
     assert abs(engine.allocated_bytes / predicted - 1) <= ALLOWED, (engine.allocated_bytes, predicted)
     assert f"allocated {engine.allocated_bytes / 2**20:,.0f} MiB" in engine.describe()
+
+
+def test_the_planned_cache_holds_as_many_requests_as_the_engines(wide: Decoder) -> None:
+    """Also where layers have windows: the engine keeps what is outside of them."""
+    model = Decoder(replace(wide.spec, window=16, window_layers=(0, 2))).eval()
+    engine = Engine(model, None, CONFIG)
+    assert engine.pool.size * CONFIG.block_size == CONFIG.max_sequences * 64
+    ledger = serving_ledger(model.spec, form="fp32", requests=CONFIG.max_sequences, length=64, element_bytes=4)
+    planned = [line.bytes for line in ledger.lines if line.detail == "keys and values"]
+    assert planned == [engine.budget.cache_bytes]
 
 
 @pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")

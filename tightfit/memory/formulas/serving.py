@@ -2,8 +2,9 @@
 
 Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
 scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
-there. The cache holds the tokens that a layer can still attend to: all, or the last `window`. In int8 or fp8 the key or
-value of a token and head is D bytes and a scale. With latent attention a token has one small vector per layer.
+there. Our engine's cache holds all positions, in layers with windows too: one block table serves all layers
+(serve/cache/paged.py). In int8 or fp8 the key or value of a token and head is D bytes and a scale. With latent
+attention a token has one small vector per layer.
 Limits: blocks of the paged cache are not counted, of which the last per request is half empty on average.
 """
 
@@ -52,13 +53,20 @@ def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
 def cache_bytes(
     spec: ModelSpec, requests: int, length: int, element_bytes: int = 2, form: CacheFormat = "model"
 ) -> int:
-    """Keys and values of `requests` requests of `length` tokens each."""
+    """Keys and values of `requests` requests of `length` tokens each, as our engine holds them."""
+    return cache_bytes_per_token(spec, element_bytes, form) * requests * length
+
+
+def seen_cache_bytes(
+    spec: ModelSpec, requests: int, length: int, element_bytes: int = 2, form: CacheFormat = "model"
+) -> int:
+    """Those of them that the next tokens attend to: in layers with a window its positions alone."""
     seen = (min(length, spec.window_of(layer) or length) for layer in range(spec.layers))
     return layer_token_bytes(spec, element_bytes, form) * requests * sum(seen)
 
 
 def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, form: CacheFormat = "model") -> int:
-    """Cache bytes of one token in all layers, before any window is full."""
+    """Cache bytes of one token in all layers."""
     return layer_token_bytes(spec, element_bytes, form) * spec.layers
 
 
