@@ -75,13 +75,16 @@ def test_weights_and_cache_take_what_was_predicted(wide: Decoder, changes: dict[
 
 
 def test_the_planned_cache_holds_as_many_requests_as_the_engines(wide: Decoder) -> None:
-    """Also where layers have windows: the engine keeps what is outside of them."""
-    model = Decoder(replace(wide.spec, window=16, window_layers=(0, 2))).eval()
-    engine = Engine(model, None, CONFIG)
-    assert engine.pool.size * CONFIG.block_size == CONFIG.max_sequences * 64
-    ledger = serving_ledger(model.spec, form="fp32", requests=CONFIG.max_sequences, length=64, element_bytes=4)
+    """Also where layers have a window, whose pages are fewer than others' blocks."""
+    spec = replace(wide.spec, window=16, window_layers=(0, 2), max_positions=4096)
+    config = EngineConfig(max_sequences=4, max_length=2048, cache_bytes=2**30)
+    engine = Engine(Decoder(spec).eval(), None, config)
+    assert engine.pool.size * config.block_size == 4 * 2048
+    assert 0 < engine.budget.pages < engine.pool.size / 3
+    ledger = serving_ledger(spec, form="fp32", requests=4, length=2048, element_bytes=4)
     planned = [line.bytes for line in ledger.lines if line.detail == "keys and values"]
     assert planned == [engine.budget.cache_bytes]
+    assert abs(engine.allocated_bytes / engine.budget.standing_bytes - 1) <= ALLOWED
 
 
 @pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")
