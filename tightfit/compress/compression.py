@@ -62,7 +62,7 @@ class CompressionJob(ShrinkingJob):
 
 Progress = Callable[[int, int, LayerReport], None]
 """Called after every layer: layers done, layers in all, and the report of this one. A coded output projection counts as
-one more."""
+one more, whose error has its name."""
 
 
 def compress(
@@ -171,9 +171,9 @@ class _Compression:
         stream = self._write_embedding()
         probe = LossProbe(stream)
         reports, stream = self._write_layers(stream, probe, progress)
-        self._write_head(stream, progress)
+        head_error = self._write_head(stream, progress)
         kl = self._kl(probe, stream) if stream else None
-        return self._finish(reports, kl)
+        return self._finish(reports, head_error, kl)
 
     def _write_embedding(self) -> list[Tensor]:
         """Write the embedding; the calibration rows embedded."""
@@ -207,19 +207,23 @@ class _Compression:
         """Layers to code, and the output projection."""
         return self.spec.layers + (HEAD in self.schemes)
 
-    def _write_head(self, stream: list[Tensor], progress: Progress) -> None:
-        """Write final norm and output projection, coded where the recipe says so."""
+    def _write_head(self, stream: list[Tensor], progress: Progress) -> float | None:
+        """Write final norm and output projection; the error of the projection where the recipe has it coded."""
         began, step = time.monotonic(), self.job.recipe.coding(HEAD)
         if not self.directory.is_done(HEAD_SHARD):
             model = self.parts.head()
             state = end_state(model, HEAD_SHARD, self.written_spec)
             coded: Coded = {}
+            notes: dict[str, Any] = {}
             if step is not None:
-                coded[f"{HEAD}.weight"] = code_head(model, stream, step)
+                coded[f"{HEAD}.weight"], notes["error"] = code_head(model, stream, step)
                 del state[f"{HEAD}.weight"]
-            self._write(HEAD_SHARD, state, coded)
-        if step is not None:
-            progress(self._steps, self._steps, LayerReport(self.spec.layers, {}, None, time.monotonic() - began))
+            self._write(HEAD_SHARD, state, coded, notes)
+        found: float | None = self.directory.notes(HEAD_SHARD).get("error")
+        if found is not None:
+            report = LayerReport(self.spec.layers, {HEAD: found}, None, time.monotonic() - began)
+            progress(self._steps, self._steps, report)
+        return found
 
     def _write(self, number: int, plain: dict[str, Tensor], coded: Coded, notes: dict[str, Any] | None = None) -> None:
         tensors = tensors_to_write(self.written_spec, plain, coded, self.form, PLAIN_DTYPE)
@@ -260,13 +264,13 @@ class _Compression:
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
         return through(model, index, stream)
 
-    def _finish(self, reports: list[LayerReport], kl: float | None) -> CompressionReport:
+    def _finish(self, reports: list[LayerReport], head_error: float | None, kl: float | None) -> CompressionReport:
         folder, tokenizer = self.directory.path, self.tokenizer
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(folder)
-            report = self._report(reports, kl)
+            report = replace(self._report(reports, kl), head_error=head_error)
             self.directory.finish(lambda folder: self.write_extras(report, folder))
         return report
 
