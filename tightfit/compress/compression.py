@@ -36,7 +36,13 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import find_source_tokenizer
-from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
+from tightfit.models.quantized.directory import (
+    module_schemes,
+    module_shapes,
+    shapes_of,
+    tensors_to_write,
+    written_links,
+)
 from tightfit.models.quantized.matrices import HEAD, codable
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
@@ -161,7 +167,13 @@ class _Compression:
         return {**config, "quantization_config": self.form.config(theirs, plain)}
 
     def _transformers_limit(self) -> str:
-        return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes)) if self.schemes else ""
+        if not self.schemes:
+            return ""
+        links = written_links(self.written_spec, shapes_of(self.written_spec))
+        if self.form.name != "gptq" and any(link.transposed for link in links):
+            family = self.written_spec.family
+            return f"it has no linear layers in {family} models, and leaves their codes out; use --format gptq"
+        return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes))
 
     def run(self, progress: Progress) -> CompressionReport:
         with self.directory:
