@@ -1,8 +1,9 @@
 """Bits by layer chosen by `--fit`, coded by GPTQ, beside GPTQ with one width for all in the same bytes.
 
-`tightfit compress --fit` chooses bits by what rounding to nearest loses, and GPTQ then codes them. Here both are coded,
-the mix that is chosen within the bytes of one width for all, and that width, and measured on other text. Widths between
-the whole ones are those with half the group: 3 bits in groups of 32 take the bytes of 3.75 bits.
+`tightfit compress --fit` chooses bits by what rounding to nearest loses, codes that mix and the best single width by
+GPTQ, and takes the one that loses less on its calibration rows. Here what it takes within the bytes of one width for
+all, and that width, are coded and measured on other text. Widths between the whole ones are those with half the group:
+3 bits in groups of 32 take the bytes of 3.75 bits.
 Appends to benchmarks/results/fit_gptq.csv; of SmolLM2-135M-Instruct a row takes some minutes on two CPU cores.
 
     python -m benchmarks.fit_gptq --calibrate wiki.train.txt --test wiki.test.txt --missing
@@ -58,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=16, help="calibration rows of GPTQ")
+    parser.add_argument("--bits", type=int, action="append", help="only widths of so many bits; repeatable")
     arguments = parser.parse_args()
     parts = ModelParts(arguments.model, torch.device(arguments.device))
     spec, group = parts.spec, group_of(parts.spec)
@@ -65,13 +67,13 @@ def main() -> None:
     found = measure(arguments, parts, group)
     done = done_already(arguments.results / f"{TABLE}.csv") if arguments.missing else set()
     bench = RecipeBench(arguments, TABLE)
-    for bits, share in UNIFORM:
+    for bits, share in (each for each in UNIFORM if arguments.bits is None or each[0] in arguments.bits):
         same = uniform(spec, bits, group // share)
         name = f"{bits} bits in groups of {group // share}"
         if f"uniform {name}" not in done:
             measure_mix(bench, f"uniform {name}", same, group // share)
         if f"chosen as {name}" not in done:
-            chosen = best_mix(parts, rows, found, group, same.bytes)
+            chosen = best_mix(parts, rows, found, group, same.bytes, "gptq")
             measure_mix(bench, f"chosen as {name}", chosen, group)
 
 

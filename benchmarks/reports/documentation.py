@@ -34,6 +34,7 @@ from benchmarks.reports.compression import (
     static_text,
 )
 from benchmarks.reports.context_rows import longest_row_lines, longest_rows, segment_rows
+from benchmarks.reports.distillation import distillation_measured, distillation_rows
 from benchmarks.reports.layers import classic_rows, layer_rows
 from benchmarks.reports.levers import measured_block, predicted_rows
 from benchmarks.reports.planning import (
@@ -288,6 +289,12 @@ def compress_head() -> str:
     return f"{measured_over(path)}\n\n{markdown_table(*head_rows(path))}"
 
 
+def distill_loss() -> str:
+    """Time and memory of the distillation loss beside others'."""
+    path = RESULTS / "distill_loss.csv"
+    return f"{markdown_table(*distillation_rows(path))}\n\n{distillation_measured(path)}"
+
+
 def compress_cost() -> str:
     """Seconds and memory of compressing large models."""
     header, rows = cost_rows(RESULTS / "compress_speed.csv")
@@ -388,6 +395,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "compress-gptq-mixes": compress_gptq_mixes,
     "compress-head": compress_head,
     "compress-cost": compress_cost,
+    "distill-loss": distill_loss,
     "compress-predicted": lambda: markdown_table(*predicted_cost_rows()),
     "compress-served": lambda: markdown_table(*served_rows(RESULTS / "serve_speed.csv")),
     "serve-memory": lambda: f"{markdown_table(*memory_rows(RESULTS))}\n\n{memory_measured(RESULTS)}",

@@ -16,6 +16,7 @@ from tests.compress.held import assert_held_as_said
 from tests.covering import sampled, thorough
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
+from tightfit.compress.cost import CompressionCost
 from tightfit.compress.layer_compression import compress_layer
 from tightfit.compress.recipe import Recipe, Step, recipe_of
 from tightfit.compress.report import CompressionReport
@@ -350,6 +351,17 @@ def test_parts_that_files_stack(
     assert_held_as_said(tmp_path / "small")
     wanted, made = logits(tmp_path / "model"), logits(tmp_path / "small")
     assert float((made - wanted).square().mean() / wanted.square().mean()) < 0.05
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_that_transformers_leaves_out_codes_of_gpt2_is_said(form: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It draws those weights at random, and says so in a warning."""
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(FAMILIES["gpt2"]), tokenizer)
+    recipe, said = recipe_of("rtn", bits=4, group=32), list[CompressionCost]()
+    job = CompressionJob(model=str(tmp_path / "model"), out=tmp_path / "small", recipe=recipe, format=form)
+    compress(job, said.append, lambda done, total, layer: None)
+    assert said[0].transformers_limit.startswith("it has no linear layers in gpt2 models") is (form != "gptq")
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2"])

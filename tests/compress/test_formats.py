@@ -149,6 +149,12 @@ def test_what_transformers_does_not_load_is_known() -> None:
     assert not form.transformers_limit({"m": fp8}, [some, more])
     assert "rows with a zero point" in form.transformers_limit({"m": rows, "n": uneven}, [])
     assert "experts have zero points" in form.transformers_limit({some: uneven, more: uneven}, [])
+    rounded = Scheme(bits=8, group=0, activations="int8")
+    assert "experts round their inputs" in form.transformers_limit({"m": rounded, some: rounded, more: rounded}, [])
+    assert not form.transformers_limit({"m": rounded}, [])
+    small = Scheme(kind="nvfp4", bits=4, group=16)
+    assert "experts in nvfp4" in form.transformers_limit({"m": small, some: small, more: small}, [])
+    assert not form.transformers_limit({"m": small}, [])
     for schemes, plain in (({some: even, more: fp8}, []), ({some: even}, [more]), ({"m": even}, [some, more])):
         assert "experts are not all coded" in form.transformers_limit(schemes, plain)
 

@@ -2,6 +2,7 @@
 for others, what is refused."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_gptq_codes_it_for_what_it_reads(apart: Path, text: Path, token_cache: P
     )
     job = replace(job, cache=token_cache)
     told: list[tuple[int, int]] = []
-    compress(job, lambda cost: None, lambda done, total, report: told.append((done, total)))
+    report = compress(job, lambda cost: None, lambda done, total, report: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]  # both layers, and the projection
     run_without_text(apart, tmp_path / "rtn", Recipe((rounded,)))
     model = load_model(str(apart)).model
@@ -126,6 +127,8 @@ def test_gptq_codes_it_for_what_it_reads(apart: Path, text: Path, token_cache: P
         for codes in (found, coded_head(tmp_path / "rtn").dequantize(torch.float32))
     ]
     assert errors[0] < errors[1] / 2, errors
+    whole = float((x @ model.head.weight.detach().double().T).square().mean())
+    assert report.head_error == pytest.approx(errors[0] / whole, rel=1e-3)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -262,6 +265,7 @@ def test_killed_and_run_again(
     with pytest.raises(UserError, match=r"unfinished work .* differs in its recipe"):
         run(tiny, tmp_path / "small", recipe_of("gptq", head=8, **LAYERS), text, token_cache)
     again = run(tiny, tmp_path / "small", recipe, text, token_cache)
+    assert again.head_error == pytest.approx(whole.head_error, rel=1e-3)
     assert again.measured.kl == pytest.approx(whole.measured.kl, rel=1e-3)
     for file in sorted((tmp_path / "whole").glob("*.safetensors")):
         ours, theirs = load_file(file), load_file(tmp_path / "small" / file.name)
@@ -307,6 +311,12 @@ def test_on_the_command_line(
     given = ("compress", apart, "--method", "rtn", "--bits", 4)
     made = tightfit(*given, "--head", 8, "--out", tmp_path / "small", "--json")
     assert made.json["recipe"] == "rtn int4 g64 asym, then rtn int8 per channel for head"
+    weight = load_model(str(apart)).model.head.weight.detach()
+    lost = coded_head(tmp_path / "small").dequantize(torch.float32) - weight
+    assert made.json["head_error"] == pytest.approx(float(lost.square().sum() / weight.square().sum()), rel=1e-3)
+    told = tightfit(*given, "--head", 8, "--out", tmp_path / "told")
+    assert f"output projection  error {made.json['head_error']:.2e}" in told.err
+    assert re.search(rf"^ *head .* {made.json['head_error']:.1e} *$", told.out, re.MULTILINE)
     assert len(tightfit("sample", tmp_path / "small", "-p", "the ", "-n", 4, "--json").json["continuations"]) == 1
     for arguments, said in (
         (("--head", 6), "integers of 2, 4, 8 bits"),

@@ -137,6 +137,14 @@ def interrupted(self: WorkingDirectory, write_extras: object) -> None:
     raise KeyboardInterrupt
 
 
+def test_a_directory_named_like_a_preset(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(tiny, tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    job = CompressionJob(model="./gpt2", out=Path("small"), recipe=recipe_of("rtn", bits=8))
+    compress(job, lambda cost: None, lambda done, total, layer: None)
+    assert load_model("small").model.spec == SPEC
+
+
 def test_a_run_that_goes_on_is_read_from_one_checkpoint(tiny: Path, tmp_path: Path) -> None:
     first = tmp_path / "run" / "checkpoints" / "step-1"
     shutil.copytree(tiny, first)

@@ -138,6 +138,24 @@ def test_experts_as_recipes_leave_them(
     assert float((ours - theirs).abs().max()) < 1e-3 * float(ours.abs().max())
 
 
+@pytest.mark.parametrize("method", ["smoothquant", "nvfp4"])
+def test_experts_that_are_said_not_to_load(
+    method: str, tokenizer: Tokenizer, text: Path, token_cache: Path, tmp_path: Path
+) -> None:
+    """Where a newer transformers loads them, there is no more to say."""
+    pytest.importorskip("compressed_tensors")
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model", random_model(FAMILIES["qwen3_moe"]), tokenizer)
+    report = run(tmp_path / "model", tmp_path / "small", recipe_of(method), text, token_cache)
+    assert report.predicted.transformers_limit
+    ours = logits(tmp_path / "small")
+    try:
+        theirs = their_logits(tmp_path / "small", torch.bfloat16)
+    except RuntimeError:
+        return
+    assert float((ours - theirs).norm()) > 0.5 * float(ours.norm())
+
+
 @pytest.mark.parametrize("name", ["gptq", "gptq 8 bits", "gptq head", "awq"])
 def test_gptqmodel_computes_the_same(name: str, tiny: Path, text: Path, token_cache: Path, tmp_path: Path) -> None:
     """Without transformers' part of loading. Asymmetric codes in GPTQ's layout it takes from itself alone (7.7)."""

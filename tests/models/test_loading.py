@@ -130,6 +130,13 @@ def test_shapes_have_no_weights(directory: Path) -> None:
         load_model(config)
 
 
+def test_a_directory_named_like_a_preset(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(directory, tmp_path / "gpt2")
+    monkeypatch.chdir(tmp_path)
+    assert source_spec("./gpt2") == source_spec("./gpt2/config.json") == SPEC
+    assert source_spec("gpt2").family == "gpt2"
+
+
 def test_wrong_sources_are_refused(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)

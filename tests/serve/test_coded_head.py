@@ -17,8 +17,10 @@ from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.beam import likeliest_answers
+from tightfit.serve.budget import decide_budget
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
+from tightfit.serve.forward.row_tiles import SIZES
 from tightfit.serve.prompt_logprobs import prompt_logprobs
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
@@ -122,3 +124,15 @@ def test_the_budget_counts_codes_and_what_expanding_them_takes() -> None:
     assert wide.weight_bytes - coded.weight_bytes == 4 * numbers - EIGHT.held_bytes(DEEP.vocab_size, DEEP.hidden_size)
     assert coded.step_bytes - wide.step_bytes == EIGHT.expanded_bytes(DEEP.vocab_size, DEEP.hidden_size)
     assert coded.read_bytes == coded.weight_bytes - 4 * numbers  # all but the embedding
+
+
+@pytest.mark.parametrize("is_invariant", [False, True], ids=["steps", "passes"])
+def test_the_budget_counts_expanding_for_as_many_rows_as_are_multiplied(
+    is_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch-invariant pass is padded to one of a few sizes, which may be more rows than there are sequences."""
+    model, plain = pair(FOUR)
+    config = replace(EXACT, batch_invariant=is_invariant)
+    monkeypatch.setattr(QuantizedLinear, "expanding_bytes", lambda self, rows: 1000 * rows)
+    coded, wide = (decide_budget(each, config).step_bytes for each in (model, plain))
+    assert coded - wide == 1000 * (max(SIZES["cpu"]) if is_invariant else config.max_sequences)

@@ -36,7 +36,13 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import find_source_tokenizer
-from tightfit.models.quantized.directory import module_schemes, module_shapes, shapes_of, tensors_to_write
+from tightfit.models.quantized.directory import (
+    module_schemes,
+    module_shapes,
+    shapes_of,
+    tensors_to_write,
+    written_links,
+)
 from tightfit.models.quantized.matrices import HEAD, codable
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
@@ -62,7 +68,7 @@ class CompressionJob(ShrinkingJob):
 
 Progress = Callable[[int, int, LayerReport], None]
 """Called after every layer: layers done, layers in all, and the report of this one. A coded output projection counts as
-one more."""
+one more, whose error has its name."""
 
 
 def compress(
@@ -161,7 +167,14 @@ class _Compression:
         return {**config, "quantization_config": self.form.config(theirs, plain)}
 
     def _transformers_limit(self) -> str:
-        return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes)) if self.schemes else ""
+        if not self.schemes:
+            return ""
+        links = written_links(self.written_spec, shapes_of(self.written_spec))
+        if self.form.name != "gptq" and any(link.transposed for link in links):
+            family = self.written_spec.family
+            told = f"it has no linear layers in {family} models, and leaves their codes out"
+            return f"{told}; use --format gptq, in one width"
+        return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes))
 
     def run(self, progress: Progress) -> CompressionReport:
         with self.directory:
@@ -171,9 +184,9 @@ class _Compression:
         stream = self._write_embedding()
         probe = LossProbe(stream)
         reports, stream = self._write_layers(stream, probe, progress)
-        self._write_head(stream, progress)
+        head_error = self._write_head(stream, progress)
         kl = self._kl(probe, stream) if stream else None
-        return self._finish(reports, kl)
+        return self._finish(reports, head_error, kl)
 
     def _write_embedding(self) -> list[Tensor]:
         """Write the embedding; the calibration rows embedded."""
@@ -207,19 +220,23 @@ class _Compression:
         """Layers to code, and the output projection."""
         return self.spec.layers + (HEAD in self.schemes)
 
-    def _write_head(self, stream: list[Tensor], progress: Progress) -> None:
-        """Write final norm and output projection, coded where the recipe says so."""
+    def _write_head(self, stream: list[Tensor], progress: Progress) -> float | None:
+        """Write final norm and output projection; the error of the projection where the recipe has it coded."""
         began, step = time.monotonic(), self.job.recipe.coding(HEAD)
         if not self.directory.is_done(HEAD_SHARD):
             model = self.parts.head()
             state = end_state(model, HEAD_SHARD, self.written_spec)
             coded: Coded = {}
+            notes: dict[str, Any] = {}
             if step is not None:
-                coded[f"{HEAD}.weight"] = code_head(model, stream, step)
+                coded[f"{HEAD}.weight"], notes["error"] = code_head(model, stream, step)
                 del state[f"{HEAD}.weight"]
-            self._write(HEAD_SHARD, state, coded)
-        if step is not None:
-            progress(self._steps, self._steps, LayerReport(self.spec.layers, {}, None, time.monotonic() - began))
+            self._write(HEAD_SHARD, state, coded, notes)
+        found: float | None = self.directory.notes(HEAD_SHARD).get("error")
+        if found is not None:
+            report = LayerReport(self.spec.layers, {HEAD: found}, None, time.monotonic() - began)
+            progress(self._steps, self._steps, report)
+        return found
 
     def _write(self, number: int, plain: dict[str, Tensor], coded: Coded, notes: dict[str, Any] | None = None) -> None:
         tensors = tensors_to_write(self.written_spec, plain, coded, self.form, PLAIN_DTYPE)
@@ -260,13 +277,13 @@ class _Compression:
         model = load_finished(tensors, index, self.written_spec, self.form, config, self.device)
         return through(model, index, stream)
 
-    def _finish(self, reports: list[LayerReport], kl: float | None) -> CompressionReport:
+    def _finish(self, reports: list[LayerReport], head_error: float | None, kl: float | None) -> CompressionReport:
         folder, tokenizer = self.directory.path, self.tokenizer
         with self.directory.writing():
             (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(folder)
-            report = self._report(reports, kl)
+            report = replace(self._report(reports, kl), head_error=head_error)
             self.directory.finish(lambda folder: self.write_extras(report, folder))
         return report
 

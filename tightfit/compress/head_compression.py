@@ -23,14 +23,27 @@ from tightfit.models.quantized.matrices import HEAD
 
 
 @torch.no_grad()
-def code_head(model: Decoder, stream: Sequence[Tensor], step: Step) -> CodedWeight:
-    """The codes of the output projection [V, H] of `model`; `stream` are outputs [B, T, H] of the last layer."""
+def code_head(model: Decoder, stream: Sequence[Tensor], step: Step) -> tuple[CodedWeight, float]:
+    """The codes of the output projection [V, H] of `model`, and its relative error (as LayerResult has it of matrices);
+    `stream` are outputs [B, T, H] of the last layer."""
     weight, seen = model.head.weight, None
-    if stream and step.method in CALIBRATED:
+    if stream:
         seen = InputStatistics(model.spec.hidden_size, weight.device)
         for x in stream:
             seen.add(model.norm(x))
-    return stack_rows([code_weight(HEAD, piece.float(), seen, step) for piece in weight.split(HEAD_ROWS)], HEAD)
+    pieces, lost, whole = [], 0.0, 0.0
+    for piece in (rows.float() for rows in weight.split(HEAD_ROWS)):
+        pieces.append(code_weight(HEAD, piece, seen if step.method in CALIBRATED else None, step))
+        lost += _size(pieces[-1].dequantize().sub_(piece), seen)
+        whole += _size(piece, seen)
+    return stack_rows(pieces, HEAD), lost / max(whole, 1e-30)
+
+
+def _size(weight: Tensor, seen: InputStatistics | None) -> float:
+    """The mean square of the outputs of `weight`, summed over them; of its numbers where no inputs were seen."""
+    if seen is None:
+        return float(weight.square().sum())
+    return float((weight @ seen.hessian).mul_(weight).sum())
 
 
 @torch.no_grad()

@@ -139,7 +139,8 @@ def _ends(spec: ModelSpec, recipe: Recipe, *, has_rows: bool) -> Line:
     if step is not None and scheme is not None:
         at_once = min(spec.vocab_size, HEAD_ROWS) * spec.hidden_size
         scales = spec.vocab_size * FLOAT * scheme.groups(spec.hidden_size) * (1 if scheme.symmetric else 2)
-        coded = (FLOAT + 1) * matrix - at_once + scales + _piece_bytes(step, at_once, spec.hidden_size)
+        piece = _piece_bytes(step, at_once, spec.hidden_size, has_rows=has_rows)
+        coded = (FLOAT + 1) * matrix - at_once + scales + piece
         found.append((coded, "4 V h + a · 4 R h + b · 4 h² + (V − R) h and scales"))
         found.append(((FLOAT + 2) * matrix + 2 * scales, "4 V h + 2 V h and scales"))
         if has_rows:
@@ -148,11 +149,16 @@ def _ends(spec: ModelSpec, recipe: Recipe, *, has_rows: bool) -> Line:
     return Line(component="weights", phase="load", bytes=largest, why=why)
 
 
-def _piece_bytes(step: Step, weights: int, inputs: int) -> int:
+def _piece_bytes(step: Step, weights: int, inputs: int, *, has_rows: bool) -> int:
     """The peak while some rows of the output projection, of so many `weights`, are coded, beside themselves."""
     if step.method not in CALIBRATED:
-        return 3 * FLOAT * weights  # w / S, + Z, rounded
-    return max(int(peak.copies * FLOAT * weights) + peak.squares * FLOAT * inputs**2 for peak in PEAKS[step.method])
+        rounded = CodingPeak("w / S, + Z, rounded; for the error Σ x xᵀ, H", 3, 2 if has_rows else 0)
+        return _peak_bytes(rounded, weights, inputs)
+    return max(_peak_bytes(peak, weights, inputs) for peak in PEAKS[step.method])
+
+
+def _peak_bytes(peak: CodingPeak, weights: int, inputs: int) -> int:
+    return int(peak.copies * FLOAT * weights) + peak.squares * FLOAT * inputs**2
 
 
 def _writing(spec: ModelSpec, tokens: int, number_bytes: int) -> list[Line]:

@@ -22,7 +22,8 @@ class ModelParts:
     """The model at `source`, rotated where a rotation is given. Parts are float32."""
 
     def __init__(self, source: str, device: torch.device, rotation: Rotation | None = None) -> None:
-        self.name, self.source, self.device, self.rotation = source, str(weights_path(source)), device, rotation
+        path = weights_path(source).absolute()  # `./name` stays a directory where a preset has that name
+        self.name, self.source, self.device, self.rotation = source, str(path), device, rotation
         self.spec = source_spec(self.source)
         verify_source(self.source)
 

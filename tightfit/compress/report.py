@@ -30,6 +30,8 @@ class CompressionReport:
     resumed_layers: int
     device: str = "cpu"
     """Whose memory was measured: that of a GPU, or of the whole process on a CPU."""
+    head_error: float | None = None
+    """The relative error of the output projection; None where it stayed plain."""
 
 
 WriteExtras = Callable[[CompressionReport, Path], None]

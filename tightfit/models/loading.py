@@ -35,7 +35,7 @@ from tightfit.models.quantized.directory import fill_dequantized, is_quantized, 
 from tightfit.models.quantized.held_weights import HeldWeights
 from tightfit.models.quantized.holding import hold_in_codes, move_plain
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.resolve import newest_checkpoint, refuse_adapter, resolve_spec
+from tightfit.models.resolve import newest_checkpoint, refuse_adapter, resolve_spec, spec_at
 from tightfit.models.spec import ModelSpec
 from tightfit.models.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -256,7 +256,7 @@ def source_spec(source: str) -> ModelSpec:
     path = _source_path(source)
     if path.is_file() and path.suffix != ".json":
         return gguf_spec(GgufFile(path))
-    return resolve_spec(str(path) if path.exists() else source)
+    return spec_at(path, source) if path.exists() else resolve_spec(source)
 
 
 def source_format(source: str) -> str:

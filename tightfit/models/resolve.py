@@ -31,16 +31,24 @@ def resolve_spec(source: str) -> ModelSpec:
         is_folder, found = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError):  # too long a name, a null byte in it, an unknown user's home
         is_folder = found = False
-    if is_folder:
+    if not (found or is_folder):
+        raise _no_model(source)
+    return spec_at(path, source)
+
+
+def spec_at(path: Path, source: str) -> ModelSpec:
+    """The ModelSpec of a directory, a run or a config.json, whatever its name; errors call it `source`."""
+    if path.is_dir():
         path = newest_checkpoint(path, source)
         refuse_adapter(path)
         path = path / "config.json"
-        found = path.is_file()
-    if not found:
-        raise UserError(
-            f"{_shown(source)} is neither a model preset nor a directory with a config.json; {_fix(source)}"
-        )
+    if not path.is_file():
+        raise _no_model(source)
     return spec_from_config(read_config(path), str(path))
+
+
+def _no_model(source: str) -> UserError:
+    return UserError(f"{_shown(source)} is neither a model preset nor a directory with a config.json; {_fix(source)}")
 
 
 def newest_checkpoint(path: Path, source: str) -> Path:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tightfit.counted import counted
+from tightfit.models.quantized.matrices import HEAD
 from tightfit.report.compression_report import PICTURE_FILE, Compared
 from tightfit.report.tables import gib, print_json
 
@@ -72,10 +73,12 @@ class CompressionProgress:
 
     def layer(self, done: int, total: int, report: "LayerReport") -> None:
         """Show layer `done` of `total`, after it is compressed."""
-        error = "" if report.layer_error is None else f"error {report.layer_error:.2e}"
+        found = report.errors.get(HEAD, report.layer_error)
+        error = "" if found is None else f"error {found:.2e}"
         self._bar.update(self._task, completed=done, total=total, told=error)
         if not self.console.is_terminal:
-            self.console.print(f"layer {done}/{total}  {error}  {report.seconds:.1f} s", highlight=False)
+            name = "output projection" if HEAD in report.errors else f"layer {done}/{total}"
+            self.console.print(f"{name}  {error}  {report.seconds:.1f} s", highlight=False)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -118,6 +121,8 @@ def print_compression(report: "CompressionReport", *, as_json: bool) -> None:
         errors = (f"{layer.errors[name]:.1e}" if name in layer.errors else "" for name in names)
         whole = "" if layer.layer_error is None else f"{layer.layer_error:.1e}"
         table.add_row(str(layer.index), *errors, whole, f"{layer.seconds:.1f}")
+    if report.head_error is not None:
+        table.add_row(HEAD, *("" for _ in names), f"{report.head_error:.1e}", "")
     console = Console()
     console.print(table)
     console.print(_costs(report))

@@ -85,6 +85,7 @@ def draw_errors(record: Mapping[str, Any], path: Path) -> None:
             color = COLORS[number % len(COLORS)]
             _line(axes, [(layer["index"], layer["errors"].get(name)) for layer in layers], name, color, 1.2)
         _line(axes, [(layer["index"], layer["layer_error"]) for layer in layers], "whole layer", "#111111", 2.2)
+        _line(axes, [(len(layers), record.get("head_error"))], "output projection", "#888888", 1.2)
         what = "outputs" if record["predicted"].get("calibration") else "weights"
         axes.set(yscale="log", xlabel="layer", ylabel=f"squared change of {what} over squared {what}")
         axes.yaxis.set_major_formatter("{x:.0e}")

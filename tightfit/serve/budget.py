@@ -102,7 +102,7 @@ def decide_budget(
         per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
     step_bytes = step_activation_bytes(spec, config, weight.element_size(), weight.device)
     if isinstance(model.head, QuantizedLinear):
-        step_bytes += model.head.expanding_bytes(_rows(config))
+        step_bytes += model.head.expanding_bytes(max(_rows(config), _padded_rows(config, weight.device)))
     free = free_bytes(weight.device)
     useful = config.max_sequences * -(-longest // config.block_size)
     copy_bytes = _half_copy_bytes(model, config, free)
@@ -153,7 +153,7 @@ def _half_copy_bytes(model: Decoder, config: EngineConfig, free: int) -> int:
 def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: int, device: torch.device) -> int:
     """Activation bytes of the largest step: one layer's working set over its tokens and the float32 logits of all
     sequences; with `batch_invariant` also the logits of one padded pass."""
-    padded = max(SIZES[device.type]) if config.batch_invariant else 0
+    padded = _padded_rows(config, device)
     tokens = max(config.step_tokens, padded)
     working = layer_cost(LocalShape(spec, 1, tokens, element_bytes), spec.layers - 1).forward_working
     return working + FLOAT32_BYTES * (3 * _rows(config) + padded) * spec.vocab_size
@@ -162,6 +162,11 @@ def step_activation_bytes(spec: ModelSpec, config: EngineConfig, element_bytes: 
 def _rows(config: EngineConfig) -> int:
     """The most rows of a step whose logits are computed."""
     return config.max_sequences * (1 + (config.speculated_tokens if config.speculation != "none" else 0))
+
+
+def _padded_rows(config: EngineConfig, device: torch.device) -> int:
+    """Rows of the largest pass of batch-invariant steps, however few of them are wanted; 0 for other steps."""
+    return max(SIZES[device.type]) if config.batch_invariant else 0
 
 
 def free_bytes(device: torch.device) -> int:

@@ -68,6 +68,10 @@ class CompressedTensors(FileFormat):
             return "experts are not all coded, and alike; let one step code all of them"
         if any(scheme is not None and not scheme.symmetric for scheme in experts):
             return "experts have zero points; use --symmetric"
+        if any(scheme is not None and scheme.activations == "int8" for scheme in experts):
+            return "experts round their inputs to integers; leave --activations out, or use fp8"
+        if any(scheme is not None and scheme.kind == "nvfp4" for scheme in experts):
+            return "it drops the scale of a whole matrix that experts in nvfp4 have; use mxfp4 or fp8"
         if len(known) > 1 and any(not scheme.symmetric and scheme.group == 0 for scheme in known):
             return "rows with a zero point are beside other codes; give them a --group, or use --symmetric"
         return ""
