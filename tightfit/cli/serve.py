@@ -174,7 +174,7 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     from tightfit.models.loading import source_spec, weights_path
     from tightfit.models.presets import PRESETS
     from tightfit.serve.ranks.share import Spread
-    from tightfit.serve.start import check_ranks, default_model, gpu_count
+    from tightfit.serve.start import OF_ONE_RANK, check_ranks, default_model, gpu_count
 
     try:
         from tightfit.serve.http.address import check_address, own_names
@@ -192,9 +192,8 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     if (options.max_length or 0) > positions:
         raise UserError(f"--max-length is {options.max_length}, but {source} has {positions} positions; lower it")
     if spread.ranks > 1:
-        check_ranks(
-            source, spread, options.device, adapters=bool(options.adapters), draft=options.draft, skip=options.skip
-        )
+        given = {option: getattr(options, option.replace("-", "_")) for option in OF_ONE_RANK}
+        check_ranks(source, spread, options.device, given=given)
     limits = ServerLimits(
         api_key=options.api_key,
         names=own_names(options.host),
