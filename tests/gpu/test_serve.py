@@ -241,7 +241,7 @@ def test_keys_and_values_in_a_byte_each(small: Decoder, form: CacheFormat) -> No
     fast, plain = Engine(small, None, config), Engine(small, None, replace(config, graphs=False, async_steps=False))
     plain.runner.cache.impl = "torch"
     assert answers(fast) == answers(plain)
-    assert fast.runner.cache.storage.element_size() == 1
+    assert fast.runner.cache.stored_dtype.itemsize == 1
 
 
 @pytest.mark.alone

@@ -24,7 +24,13 @@ from tightfit.memory.formulas.loss import logits_chunk_bytes, loss_cost
 from tightfit.memory.formulas.overheads import Overheads
 from tightfit.memory.formulas.params import embedding_params, layer_params, vocabulary_params
 from tightfit.memory.formulas.pipeline import micro_batches_in_flight, rank_spans
-from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, serving_ledger, weight_bytes
+from tightfit.memory.formulas.serving import (
+    cache_bytes,
+    cache_bytes_per_token,
+    seen_cache_bytes,
+    serving_ledger,
+    weight_bytes,
+)
 from tightfit.memory.formulas.training import least_peaks, peaks, training_ledger
 from tightfit.models.presets import preset, preset_names
 
@@ -332,10 +338,10 @@ def test_served_8b_at_q8_0_fits_a_t4() -> None:
     assert serving_ledger(spec, form="q8_0", requests=4, length=8192).peak_bytes() < 16e9
 
 
-def test_windows_bound_the_cache() -> None:
-    spec = preset("gemma-2-9b")
-    assert cache_bytes(spec, 1, 4096) == 4096 * cache_bytes_per_token(spec)
-    assert cache_bytes(spec, 1, 8192) == (4096 + 8192) // 2 * cache_bytes_per_token(spec)
+def test_windows_bound_what_a_step_reads_of_the_cache() -> None:
+    spec = preset("gemma-2-9b")  # every other layer sees 4,096 positions
+    assert seen_cache_bytes(spec, 1, 4096) == 4096 * cache_bytes_per_token(spec)
+    assert seen_cache_bytes(spec, 1, 8192) == (4096 + 8192) // 2 * cache_bytes_per_token(spec)
 
 
 def test_negative_overheads_get_a_sentence() -> None:

@@ -96,6 +96,6 @@ def test_sizes_reach_every_number_of_sequences() -> None:
 def test_padding_goes_where_nobody_reads(model: Decoder) -> None:
     engine = Engine(model, None, replace(CONFIG, max_sequences=8))
     engine.generate([Request(id=str(i), prompt=[1, 2, i], sampling=Sampling(max_tokens=4, seed=0)) for i in range(3)])
-    storage = engine.runner.cache.storage
+    storage = engine.runner.cache.whole.numbers
     assert storage.shape[2] == engine.pool.size + 1
     assert torch.isfinite(storage).all()

@@ -145,7 +145,7 @@ def test_the_kernel_of_a_gpu_gives_a_token_the_same_in_any_company(window: int |
     torch.manual_seed(0)
     cache = PagedCache(SHAPE, 40, 4, torch.device("cpu"), torch.float32, impl="triton")
     assert cache.has_row_kernel
-    cache.storage.normal_()
+    cache.whole.numbers.normal_()
     lengths = [1, 3, 40, 41, 9]
     tables = torch.randperm(40)[:36].view(2, 18)[[0, 0, 0, 0, 1]].int()
     query = torch.randn(len(lengths), SHAPE.heads, SHAPE.head_dim)

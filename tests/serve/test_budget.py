@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.covering import sampled
 from tests.serve.conftest import SHAPE
+from tightfit.memory.formulas.serving import serving_ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.serve import budget
@@ -71,6 +72,19 @@ def test_weights_and_cache_take_what_was_predicted(wide: Decoder, changes: dict[
     predicted = engine.budget.standing_bytes
     assert abs(engine.allocated_bytes / predicted - 1) <= ALLOWED, (engine.allocated_bytes, predicted)
     assert f"allocated {engine.allocated_bytes / 2**20:,.0f} MiB" in engine.describe()
+
+
+def test_the_planned_cache_holds_as_many_requests_as_the_engines(wide: Decoder) -> None:
+    """Also where layers have a window, whose pages are fewer than others' blocks."""
+    spec = replace(wide.spec, window=16, window_layers=(0, 2), max_positions=4096)
+    config = EngineConfig(max_sequences=4, max_length=2048, cache_bytes=2**30)
+    engine = Engine(Decoder(spec).eval(), None, config)
+    assert engine.pool.size * config.block_size == 4 * 2048
+    assert 0 < engine.budget.pages < engine.pool.size / 3
+    ledger = serving_ledger(spec, form="fp32", requests=4, length=2048, element_bytes=4)
+    planned = [line.bytes for line in ledger.lines if line.detail == "keys and values"]
+    assert planned == [engine.budget.cache_bytes]
+    assert abs(engine.allocated_bytes / engine.budget.standing_bytes - 1) <= ALLOWED
 
 
 @pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")

@@ -17,6 +17,7 @@ from tightfit.serve.forward.runner import Runner, make_cache
 from tightfit.serve.graphs.compiler import Compiler
 from tightfit.serve.graphs.steps import Steps, capture
 from tightfit.serve.ranks.runner import RankRunner
+from tightfit.serve.schedule.window_pages import WindowPages
 from tightfit.serve.speculation.draft import DraftModel, make_draft_runner
 from tightfit.serve.speculation.proposers import PromptLookup, Proposer
 from tightfit.serve.speculation.skipping import make_skipping_runner, skipping_spec
@@ -52,11 +53,25 @@ def make_budget(model: Decoder, config: EngineConfig, draft: Decoder | None, ada
     )
 
 
-def make_runner(model: Decoder, config: EngineConfig, budget: Budget, adapters: Mapping[str, Adapter]) -> Runner:
+def make_windows(spec: ModelSpec, config: EngineConfig, budget: Budget) -> WindowPages | None:
+    """The pages of layers with a window; None where these keep all positions."""
+    if not budget.pages or spec.window is None:
+        return None
+    sizes = {"pages": budget.pages, "blocks": budget.blocks, "block_size": config.block_size}
+    return WindowPages(**sizes, window=spec.window)
+
+
+def make_runner(
+    model: Decoder,
+    config: EngineConfig,
+    budget: Budget,
+    adapters: Mapping[str, Adapter],
+    windows: WindowPages | None = None,
+) -> Runner:
     """The model over a cache of the budget's size."""
-    weight = model.embed.weight
-    cache = make_cache(model.spec, budget.blocks, config.block_size, weight.device, weight.dtype, config.cache_format)
-    if config.batch_invariant and cache.storage.is_cuda and not cache.has_row_kernel:
+    weight, sizes = model.embed.weight, (budget.blocks, config.block_size)
+    cache = make_cache(model.spec, *sizes, weight.device, weight.dtype, config.cache_format, windows)
+    if config.batch_invariant and weight.is_cuda and not cache.has_row_kernel:
         raise UserError("batch_invariant is on, but there is no kernel here for this model's attention; use cpu")
     return Runner(
         model,

@@ -16,7 +16,7 @@ from tightfit.hardware.host import free_host_bytes
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
-from tightfit.memory.formulas.serving import cache_bytes_per_token
+from tightfit.memory.formulas.serving import cache_bytes_per_token, layer_token_bytes, pages_for, split_window
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.spec import ModelSpec
@@ -46,6 +46,8 @@ class Budget:
     """The part of `weight_bytes` that a 16-bit copy of float32 weights takes."""
     draft_bytes: int = 0
     """Weights of a draft model; not in `weight_bytes`."""
+    pages: int = 0
+    """Pages of layers with a window; 0 where all layers keep all positions in blocks (schedule/window_pages.py)."""
     embedding_bytes: int = 0
     """The part of `weight_bytes` in an untied embedding, of which a step reads only the rows of its tokens."""
 
@@ -66,8 +68,9 @@ class Budget:
             f"{value / 2**20:,.0f} MiB"
             for value in (self.weight_bytes, self.step_bytes, self.cache_bytes, self.free_bytes)
         )
+        pages = f" and {self.pages} for layers with a window" if self.pages else ""
         return (
-            f"weights {weights}; cache {cache} = {self.blocks} blocks of {block_size} tokens; "
+            f"weights {weights}; cache {cache} = {self.blocks} blocks of {block_size} tokens{pages}; "
             f"largest step {step}; {free} were free; requests up to {self.max_length} tokens"
         )
 
@@ -84,15 +87,19 @@ def decide_budget(
     """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already.
 
     `spec` has this rank's layers and key/value heads where several ranks share the model; `draft_spec` has the layers
-    whose keys and values are cached a second time for speculation by skipping layers.
+    whose keys and values are cached a second time for speculation by skipping layers. Layers with a window keep all
+    positions where ranks share the model.
     """
-    spec, weight = spec or model.spec, next(model.parameters())
-    per_block = config.block_size * cache_bytes_per_token(spec, weight.element_size(), config.cache_format)
+    is_alone, spec, weight = spec is None, spec or model.spec, next(model.parameters())
+    longest = min(config.max_length or spec.max_positions, spec.max_positions)
+    window = split_window(spec, longest) if is_alone else None
+    layer_bytes = config.block_size * layer_token_bytes(spec, weight.element_size(), config.cache_format)
+    per_page = 0 if window is None else layer_bytes * len(spec.window_layers)
+    per_block = layer_bytes * spec.layers - per_page
     if draft is not None:
         per_block += config.block_size * cache_bytes_per_token(draft.spec, draft.embed.weight.element_size())
     if draft_spec is not None:
         per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
-    longest = min(config.max_length or spec.max_positions, spec.max_positions)
     step_bytes = step_activation_bytes(spec, config, weight.element_size(), weight.device)
     if isinstance(model.head, QuantizedLinear):
         step_bytes += model.head.expanding_bytes(_rows(config))
@@ -100,10 +107,12 @@ def decide_budget(
     useful = config.max_sequences * -(-longest // config.block_size)
     copy_bytes = _half_copy_bytes(model, config, free)
     room = _room(config, weight.device, free - copy_bytes, step_bytes)
-    blocks = min(room // per_block, useful)
+    most_pages = 0 if window is None else pages_for(window, config.max_sequences, config.step_tokens, config.block_size)
+    blocks, pages = _blocks_and_pages(room, per_block, per_page, useful=useful, most_pages=most_pages)
     if blocks < 1:
+        block_mib = (per_block + per_page) / 2**20
         raise UserError(
-            f"{max(room, 0) / 2**20:,.0f} MiB are left for the cache and a block takes {per_block / 2**20:,.2f} MiB; "
+            f"{max(room, 0) / 2**20:,.0f} MiB are left for the cache and a block takes {block_mib:,.2f} MiB; "
             f"free memory, or lower max_sequences ({config.max_sequences:,}) or step_tokens ({config.step_tokens:,})"
         )
     return Budget(
@@ -111,12 +120,23 @@ def decide_budget(
         max_length=min(longest, blocks * config.block_size),
         weight_bytes=adapter_bytes + _weight_bytes(model) + copy_bytes,
         step_bytes=step_bytes,
-        cache_bytes=blocks * per_block,
+        cache_bytes=blocks * per_block + pages * per_page,
         free_bytes=free,
+        pages=pages,
         half_bytes=copy_bytes,
         draft_bytes=0 if draft is None or draft is model else _weight_bytes(draft),
         embedding_bytes=0 if model.spec.tied or model.embed is None else model.embed.weight.nbytes,
     )
+
+
+def _blocks_and_pages(room: int, per_block: int, per_page: int, *, useful: int, most_pages: int) -> tuple[int, int]:
+    """As many blocks as there is room for and use of, and pages of layers with a window: as many as blocks, or
+    `most_pages` if these are fewer."""
+    blocks = min(room // (per_block + per_page), useful)
+    if blocks < most_pages or not per_page:
+        return blocks, blocks if per_page else 0
+    rest_bytes = room - most_pages * per_page
+    return min(rest_bytes // per_block, useful) if per_block else useful, most_pages
 
 
 def _weight_bytes(model: Decoder) -> int:

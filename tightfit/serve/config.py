@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tightfit.errors import UserError
-from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat
+from tightfit.memory.formulas.serving import BLOCK_POSITIONS, PREFILL_TOKENS, CacheFormat
 
 Speculation = Literal["none", "lookup", "draft", "skip"]
 
@@ -22,7 +22,7 @@ class EngineConfig:
     cache_bytes: int | None = None
     memory_share: float = 0.9
     """The share of free memory that weights, activations and cache may take together."""
-    block_size: int = 16
+    block_size: int = BLOCK_POSITIONS
     cache_format: CacheFormat = "model"
     """How keys and values are stored: in the model's dtype, or in one byte per number (cache/codes.py)."""
     half_weights: bool = True

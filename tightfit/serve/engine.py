@@ -25,6 +25,7 @@ from tightfit.serve.assembly import (
     make_proposer,
     make_runner,
     make_steps,
+    make_windows,
     prepare_codes,
     refuse_batch_invariant,
 )
@@ -91,8 +92,9 @@ class Engine:
         )
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
+        windows = make_windows(model.spec, self.config, self.budget)
         self.runner: Runner | RankRunner = (
-            ranks if ranks is not None else make_runner(model, self.config, self.budget, self.adapters)
+            ranks if ranks is not None else make_runner(model, self.config, self.budget, self.adapters, windows)
         )
         self.counts = Counts()
         self._proposer = make_proposer(self.runner, model, draft, self.budget, self.config)
@@ -100,7 +102,7 @@ class Engine:
         capture_steps(self._steps, self._proposer, self.config, compiler)
         self.break_even = self._measure_break_even()
         self.host = make_host(self.runner, model.spec, self.config)
-        self.scheduler = Scheduler(self.pool, self._limits(), self.host)
+        self.scheduler = Scheduler(self.pool, self._limits(), self.host, windows)
         self._running: dict[Sequence, Running] = {}
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
@@ -185,12 +187,19 @@ class Engine:
         if self._async_steps is not None and not self._host_bound:
             return self._launch(self._async_steps)
         outputs = self._collect(0)
-        chunks = self.scheduler.schedule()
+        chunks = self._schedule()
         return outputs + (self._run(chunks) if chunks else [])
+
+    def _schedule(self) -> list[Chunk]:
+        """The chunks of the next step, whose layers with a window find their pages."""
+        chunks = self.scheduler.schedule()
+        if isinstance(self.runner, Runner):
+            self.runner.cache.send_pages()
+        return chunks
 
     def _launch(self, async_steps: AsyncSteps) -> list[Output]:
         """Launch the next step, then read the tokens of the one before."""
-        chunks = ordered(self.scheduler.schedule())
+        chunks = ordered(self._schedule())
         if chunks:
             self.counts.steps += 1
             self._flights.append(async_steps.launch(chunks))

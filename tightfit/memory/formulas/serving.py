@@ -2,9 +2,10 @@
 
 Quantized formats are those of GGUF files (ggml's blocks of 32 weights: Q8_0 holds a 16-bit scale and 32 bytes, Q4_0 a
 scale and 16, Q4_1 a scale, a minimum and 16). Matrices are quantized; norms, biases and learned positions stay float32
-there. The cache holds the tokens that a layer can still attend to: all, or the last `window`. In int8 or fp8 the key or
-value of a token and head is D bytes and a scale. With latent attention a token has one small vector per layer.
-Limits: blocks of the paged cache are not counted, of which the last per request is half empty on average.
+there. The cache holds all positions; in layers with a window it holds pages for what running requests see and for the
+tokens of a step (`pages_for`; serve/schedule/window_pages.py). In int8 or fp8 the key or value of a token and head is D
+bytes and a scale. With latent attention a token has one small vector per layer.
+Limits: blocks of other layers are not counted, of which the last per request is half empty on average.
 """
 
 from typing import Literal
@@ -23,6 +24,8 @@ CacheFormat = Literal["model", "int8", "fp8"]
 SCALE_BYTES = 4
 PREFILL_TOKENS = 2048
 """Tokens of prompts that a server reads at a time."""
+BLOCK_POSITIONS = 16
+"""Positions of a block of the cache."""
 
 
 BLOCKS: dict[WeightFormat, tuple[int, int]] = {
@@ -52,13 +55,41 @@ def weight_bytes(spec: ModelSpec, form: WeightFormat) -> int:
 def cache_bytes(
     spec: ModelSpec, requests: int, length: int, element_bytes: int = 2, form: CacheFormat = "model"
 ) -> int:
-    """Keys and values of `requests` requests of `length` tokens each."""
+    """Keys and values of `requests` requests of `length` tokens each, as our engine holds them."""
+    window, whole, windowed = split_window(spec, length), spec.layers, 0
+    if window is not None:
+        windowed = len(spec.window_layers)
+        whole -= windowed
+    kept = 0 if window is None else min(requests * length, BLOCK_POSITIONS * pages_for(window, requests))
+    return layer_token_bytes(spec, element_bytes, form) * (whole * requests * length + windowed * kept)
+
+
+def split_window(spec: ModelSpec, length: int) -> int | None:
+    """The window of the layers that keep pages, where requests have up to `length` tokens; None where all layers keep
+    all positions."""
+    return spec.window if spec.window_layers and spec.window is not None and spec.window < length else None
+
+
+def pages_for(
+    window: int, requests: int, step_tokens: int = PREFILL_TOKENS, block_positions: int = BLOCK_POSITIONS
+) -> int:
+    """Pages that are enough for the windows of all requests and for the tokens of a step.
+
+    n positions in a row touch at most ⌈(n − 1) / block⌉ + 1 blocks: a request's are window − 1 and those of the step.
+    """
+    return requests * (ceil(window, block_positions) + 2) + ceil(step_tokens, block_positions)
+
+
+def seen_cache_bytes(
+    spec: ModelSpec, requests: int, length: int, element_bytes: int = 2, form: CacheFormat = "model"
+) -> int:
+    """Those of them that the next tokens attend to: in layers with a window its positions alone."""
     seen = (min(length, spec.window_of(layer) or length) for layer in range(spec.layers))
     return layer_token_bytes(spec, element_bytes, form) * requests * sum(seen)
 
 
 def cache_bytes_per_token(spec: ModelSpec, element_bytes: int = 2, form: CacheFormat = "model") -> int:
-    """Cache bytes of one token in all layers, before any window is full."""
+    """Cache bytes of one token in all layers."""
     return layer_token_bytes(spec, element_bytes, form) * spec.layers
 
 

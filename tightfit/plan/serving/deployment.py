@@ -22,7 +22,7 @@ from tightfit.jobs.rules.shapes import indivisible
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape, ceil
 from tightfit.memory.formulas.overheads import DEFAULT
-from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat, cache_bytes
+from tightfit.memory.formulas.serving import PREFILL_TOKENS, CacheFormat, seen_cache_bytes
 from tightfit.models.spec import ModelSpec
 
 ELEMENT_BYTES = 2
@@ -85,8 +85,8 @@ class Deployment:
 
     @property
     def request_bytes(self) -> int:
-        """Keys and values of one request at full length, on one card."""
-        whole = cache_bytes(self.spec, 1, self.length, ELEMENT_BYTES, self.cache)
+        """Keys and values of one request at full length, on one card; vLLM keeps a window's positions alone."""
+        whole = seen_cache_bytes(self.spec, 1, self.length, ELEMENT_BYTES, self.cache)
         shared = min(self.tensor, self.spec.kv_heads)
         return ceil(whole * self.stage_layers, self.spec.layers * shared)
 

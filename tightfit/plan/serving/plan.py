@@ -19,7 +19,7 @@ from tightfit.hardware.sustained import generation_of
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.served_weights import rounded_weights
 from tightfit.memory.formulas.overheads import ON_CPU
-from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, cache_bytes, serving_ledger, weight_bytes
+from tightfit.memory.formulas.serving import CacheFormat, WeightFormat, seen_cache_bytes, serving_ledger, weight_bytes
 from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import CodedHead, HeldWeights
 from tightfit.models.quantized.scheme import Scheme
@@ -106,8 +106,8 @@ class Serving:
     def token_seconds(self) -> float:
         """Lower bound of the seconds of a decode step: one token for every request."""
         if isinstance(rates := self.rates, CpuStepRates):
-            return rates.reading_seconds(self.spec) + self._cache_bytes / rates.bytes_per_second
-        read_bytes = self.read_bytes + self._cache_bytes
+            return rates.reading_seconds(self.spec) + self._read_cache_bytes / rates.bytes_per_second
+        read_bytes = self.read_bytes + self._read_cache_bytes
         return read_bytes / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
 
     @property
@@ -126,7 +126,7 @@ class Serving:
     @property
     def predicted_tokens_per_second(self) -> float:
         """Predicted tokens a second of our engine in decode, over all requests of one card at `length` positions."""
-        step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=self._cache_bytes)
+        step = Step(tokens=self.requests, answers=self.requests, pairs=0, cache_bytes=self._read_cache_bytes)
         return self.requests / self.rates.step_seconds(self.spec, self.read_bytes, step)
 
     @property
@@ -199,10 +199,10 @@ class Serving:
         return generation_of(self.machine.accelerator) == "hopper"
 
     @property
-    def _cache_bytes(self) -> int:
-        """Keys and values of all requests: float32 on a CPU."""
+    def _read_cache_bytes(self) -> int:
+        """Keys and values that a decode step of all requests reads: float32 on a CPU."""
         element_bytes = FLOAT32_BYTES if self.machine.is_cpu else 2
-        return cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
+        return seen_cache_bytes(self.spec, self.requests, self.length, element_bytes, form=self.cache)
 
     @property
     def _scheme(self) -> Scheme | None:

@@ -8,25 +8,24 @@ Copies run on the stream of the steps, and so after the steps that wrote what th
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tightfit.serve.cache.paged import PagedCache
+from tightfit.serve.cache.storage import Storage
 from tightfit.serve.schedule.sequence import Sequence
 
 
 @dataclass
 class Saved:
-    """The first `stored` positions of a sequence: its blocks one after the other."""
+    """The first `stored` positions of a sequence: its blocks one after the other, and the pages of the last of them."""
 
     stored: int
-    codes: Tensor
-    scales: Tensor | None
+    blocks: Storage
+    pages: Storage | None
 
     @property
     def bytes(self) -> int:
         """Bytes of host memory that the store takes."""
-        parts = [self.codes, *([self.scales] if self.scales is not None else [])]
-        return sum(part.numel() * part.element_size() for part in parts)
+        return self.blocks.bytes + (0 if self.pages is None else self.pages.bytes)
 
 
 class HostStore:
@@ -45,14 +44,14 @@ class HostStore:
     @torch.inference_mode()
     def save(self, sequence: Sequence) -> None:
         """Copy the blocks of a sequence that is being preempted to the host, if there is room."""
-        count = -(-sequence.stored // self.cache.block_size)
-        per_block = self.cache.bytes // self.cache.storage.shape[2]
-        if not count or self.used_bytes + count * per_block > self.most_bytes:
+        blocks, pages = self._blocks(sequence), self._pages(sequence)
+        needed_bytes = len(blocks) * self.cache.whole.block_bytes
+        if self.cache.windowed is not None:
+            needed_bytes += len(pages) * self.cache.windowed.block_bytes
+        if not blocks or self.used_bytes + needed_bytes > self.most_bytes:
             return
-        blocks = torch.tensor(sequence.blocks[:count], device=self.cache.storage.device)
-        codes = self.cache.storage.index_select(2, blocks).cpu()
-        scales = self.cache.scales.index_select(2, blocks).cpu() if self.cache.is_quantized else None
-        self._saved[sequence] = Saved(sequence.stored, codes, scales)
+        windowed = None if self.cache.windowed is None else self.cache.windowed.copied(pages)
+        self._saved[sequence] = Saved(sequence.stored, self.cache.whole.copied(blocks), windowed)
         self.saved_count += 1
 
     @torch.inference_mode()
@@ -61,15 +60,25 @@ class HostStore:
         saved = self._saved.pop(sequence, None)
         if saved is None or saved.stored <= sequence.stored:
             return
-        known, count = sequence.stored // self.cache.block_size, saved.codes.shape[2]
-        device = self.cache.storage.device
-        blocks = torch.tensor(sequence.blocks[known:count], device=device)
-        self.cache.storage.index_copy_(2, blocks, saved.codes[:, :, known:].to(device))
-        if saved.scales is not None:
-            self.cache.scales.index_copy_(2, blocks, saved.scales[:, :, known:].to(device))
+        found = sequence.stored // self.cache.block_size
         sequence.stored = saved.stored
+        self.cache.whole.paste(saved.blocks, self._blocks(sequence)[found:])
+        if saved.pages is not None and self.cache.windows is not None and self.cache.windowed is not None:
+            self.cache.windows.move(sequence, sequence.stored, sequence.stored)
+            self.cache.windowed.paste(saved.pages, self._pages(sequence, found))
         self.restored_count += 1
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that will not run again."""
         self._saved.pop(sequence, None)
+
+    def _blocks(self, sequence: Sequence) -> list[int]:
+        """The blocks of all stored positions."""
+        return sequence.blocks[: -(-sequence.stored // self.cache.block_size)]
+
+    def _pages(self, sequence: Sequence, found: int = 0) -> list[int]:
+        """The pages of those that the next token sees in layers with a window, but for the first `found` blocks."""
+        if self.cache.windows is None:
+            return []
+        first = max(found, self.cache.windows.first_seen(sequence.stored))
+        return [int(self.cache.windows.of_block[block]) for block in self._blocks(sequence)[first:]]

@@ -7,7 +7,9 @@ whatever their lengths; whole prompts of round lengths take the library's attent
 new shape. Elsewhere blocks are gathered: query heads of one key head are the rows of one product, and pieces of equal
 length run together.
 
-Windowed layers keep all positions: blocks are shared by all layers, and one table serves them.
+With `windows` (schedule/window_pages.py), layers that have a window keep a page of a block, in storage of their own,
+only while a running sequence sees it. A step names blocks; their pages are looked up on the device, once for
+all such layers. Without `windows` they keep all positions in blocks, as other layers do.
 """
 
 from typing import Any, Unpack
@@ -26,7 +28,10 @@ from tightfit.memory.formulas.serving import CacheFormat, stored_vectors
 from tightfit.models.layers.attending import AttentionSettings, attend_masked
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.cache.codes import CODES, as_numbers, decode, encode
+from tightfit.serve.cache.storage import Storage
+from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.step import Piece, Step
+from tightfit.serve.schedule.window_pages import WindowPages
 
 ROW_SPLITS = 8
 """Programs that split the keys of one token in `attend_rows`: as many whatever else is in the batch."""
@@ -45,27 +50,59 @@ class PagedCache:
         dtype: torch.dtype,
         form: CacheFormat = "model",
         impl: Impl = "auto",
+        windows: WindowPages | None = None,
     ) -> None:
-        parts, heads, width = stored_vectors(spec)
-        shape = (spec.layers, parts, blocks + 1, block_size, heads, width)  # the last block is for padding
-        kept = dtype if form == "model" else CODES[form]
-        self.storage = torch.zeros(shape, device=device, dtype=kept)  # zeros: a masked NaN stays NaN
-        self.scales = torch.zeros(shape[:-1] if form != "model" else (0,), device=device)
         self.form: CacheFormat = form
-        self.dtype = dtype
-        self.block_size, self.impl = block_size, impl
+        self.dtype, self.device, self.block_size, self.impl = dtype, device, block_size, impl
         self.attention: AttentionImpl = "auto"
         self.step: Step | None = None
+        self.padding_block = blocks
+        """The block that padding rows write to; it belongs to no sequence."""
+        self.windows, pages = windows, 0 if windows is None else windows.pages
+        is_windowed = [windows is not None and spec.window_of(layer) is not None for layer in range(spec.layers)]
+        self.whole = self._storage(spec, is_windowed.count(False), blocks)
+        self.windowed = self._storage(spec, is_windowed.count(True), pages) if windows is not None else None
+        rows = [is_windowed[:layer].count(own) for layer, own in enumerate(is_windowed)]
+        self._rows = list(zip(is_windowed, rows, strict=True))
+        """Of each layer, whether it is in `windowed`, and its row in that storage or in `whole`."""
+        self._pages = torch.full((blocks + 1,), pages, device=device, dtype=torch.int32)
+
+    def _storage(self, spec: ModelSpec, layers: int, blocks: int) -> Storage:
+        parts, heads, width = stored_vectors(spec)
+        shape = (layers, parts, blocks + 1, self.block_size, heads, width)  # the last block is for padding
+        dtype = self.dtype if self.form == "model" else CODES[self.form]
+        return Storage.zeros(shape, dtype, self.device, scaled=self.is_quantized)
 
     @property
     def bytes(self) -> int:
         """Bytes that the cache takes."""
-        return sum(part.numel() * part.element_size() for part in (self.storage, self.scales))
+        return self.whole.bytes + (0 if self.windowed is None else self.windowed.bytes)
 
     @property
-    def padding_block(self) -> int:
-        """The block that padding rows write to; it belongs to no sequence."""
-        return self.storage.shape[2] - 1
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of stored numbers or codes."""
+        return self.whole.numbers.dtype
+
+    def send_pages(self) -> None:
+        """Let the steps launched from now on find the pages that `windows` has given to blocks."""
+        if self.windows is not None and self.windows.has_changed:
+            self._pages.copy_(to_device(self.windows.of_block, self.device), non_blocking=True)
+            self.windows.has_changed = False
+
+    def places(self, layer: int, step: Step) -> Step:
+        """`step` with the places that `layer` uses: blocks, or their pages."""
+        return step.through(self._pages) if self._rows[layer][0] and step.pages is None else step
+
+    def numbers(self, layer: int) -> Tensor:
+        """Keys and values of `layer`, [2, blocks or pages, block_size, kv_heads, D]."""
+        return self._storage_of(layer).numbers[self._rows[layer][1]]
+
+    def scales(self, layer: int) -> Tensor:
+        """Scales of codes of `layer`, [2, blocks or pages, block_size, kv_heads]."""
+        return self._storage_of(layer).scales[self._rows[layer][1]]
+
+    def _storage_of(self, layer: int) -> Storage:
+        return self.windowed if self.windowed is not None and self._rows[layer][0] else self.whole
 
     @property
     def is_quantized(self) -> bool:
@@ -83,6 +120,7 @@ class PagedCache:
         """Store key, value [1, kv_heads, N, D] of the step's tokens; attention of their query [1, heads, N, D]."""
         step = self.step
         assert step is not None, "a step has to be set before layers run"
+        step = self.places(layer, step)
         key, value = self._store(layer, 0, step, key), self._store(layer, 1, step, value)
         if step.row_by_row:
             rows = query[0].transpose(0, 1)
@@ -104,25 +142,26 @@ class PagedCache:
         """Store key and value [N, 2, kv_heads, D] of one token of each sequence; attention [N, heads, D] of their
         queries. In as few calls of torch as possible: for one token a call takes longer than its arithmetic."""
         assert not self.is_quantized
-        self.storage[layer].flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
+        step = self.places(layer, step)
+        self.numbers(layer).flatten(1, 2).index_copy_(1, step.slots, key_value.transpose(0, 1))
         return self._singles(step, layer, query, **settings)
 
     def _store(self, layer: int, part: int, step: Step, new: Tensor) -> Tensor:
         """Write the step's keys or values [1, kv_heads, N, D] to the cache; returns what later steps will read."""
-        rows, places = new[0].transpose(0, 1), self.storage[layer, part].flatten(0, 1)
+        rows, places = new[0].transpose(0, 1), self.numbers(layer)[part].flatten(0, 1)
         if not self.is_quantized:
             places.index_copy_(0, step.slots, rows)
             return new
         codes, scales = encode(rows, self.form)
         places.index_copy_(0, step.slots, codes)
-        self.scales[layer, part].flatten(0, 1).index_copy_(0, step.slots, scales)
+        self.scales(layer)[part].flatten(0, 1).index_copy_(0, step.slots, scales)
         return decode(codes, scales, self.form, new.dtype).transpose(0, 1)[None]
 
     def attend_stored(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """Attention by our kernels, for query [N, heads, D] of tokens whose keys and values are in the cache."""
         if step.row_by_row:
             return self.attend_rows(step, layer, query, **settings)
-        keys, values = self.storage[layer, 0], self.storage[layer, 1]
+        step, (keys, values) = self.places(layer, step), self.numbers(layer)
         if not step.pieces:
             return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
         whole = all(_has_round_length(piece) for piece in step.pieces)
@@ -142,6 +181,7 @@ class PagedCache:
     def attend_rows(self, step: Step, layer: int, query: Tensor, **settings: Unpack[AttentionSettings]) -> Tensor:
         """Batch-invariant attention [N, heads, D] of tokens whose keys and values are in the cache: the order of a
         token's operations depends on how many keys it sees and on nothing else."""
+        step = self.places(layer, step)
         if self.has_row_kernel:
             return self._paged_attention(step, layer, query, splits=ROW_SPLITS, **settings)
         window = settings["window"]
@@ -158,16 +198,16 @@ class PagedCache:
     @property
     def has_row_kernel(self) -> bool:
         """Whether `attend_rows` is one kernel; else it is a few calls of torch for each token."""
-        if not use_triton(self.impl, self.scales) or self.storage.shape[-1] > LARGEST_HEAD:
+        if not use_triton(self.impl, self.whole.scales) or self._head_dim > LARGEST_HEAD:
             return False
         return not self.is_quantized or self._kernels_read_codes
 
     def _paged_attention(self, step: Step, layer: int, query: Tensor, **settings: Any) -> Tensor:
         """Attention [N, heads, D] of one query each by our kernel, which reads codes as well."""
-        keys, values = self.storage[layer]
+        keys, values = self.numbers(layer)
         if self.is_quantized:
             keys, values = (as_numbers(part, self.form) for part in (keys, values))
-            settings["scales"] = self.scales[layer]
+            settings["scales"] = self.scales(layer)
         return paged_attention(query, keys, values, step.tables, step.lengths, **settings)
 
     def _whole_prompts(
@@ -195,9 +235,9 @@ class PagedCache:
 
     def _single_keys_values(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the single tokens' sequences, [singles, kv_heads, keys, D] each."""
-        found = self.storage[layer].index_select(1, step.flat_tables)
+        found = self.numbers(layer).index_select(1, step.flat_tables)
         if self.is_quantized:
-            found = decode(found, self.scales[layer].index_select(1, step.flat_tables), self.form, self.dtype)
+            found = decode(found, self.scales(layer).index_select(1, step.flat_tables), self.form, self.dtype)
         key, value = found.view(2, step.decode_tokens, -1, *found.shape[3:])[:, :, : step.longest].transpose(2, 3)
         return key, value
 
@@ -225,20 +265,24 @@ class PagedCache:
         return attended.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
     @property
+    def _head_dim(self) -> int:
+        return self.whole.numbers.shape[-1]
+
+    @property
     def _kernels_read_codes(self) -> bool:
         """Whether kernels can read the codes here: fp8 from compute capability 8.9 on."""
-        if not self.is_quantized or self.storage.shape[-1] > LARGEST_HEAD:
+        if not self.is_quantized or self._head_dim > LARGEST_HEAD:
             return False
-        device = self.storage.device
+        device = self.device
         return self.form == "int8" or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
     def _gathered(self, layer: int, part: int, tables: Tensor, longest: int) -> Tensor:
         """The positions of blocks in `tables` [n, blocks] one after the other, [n, longest, kv_heads, D]."""
         tables = tables[:, : -(-longest // self.block_size)]
-        found = _selected(self.storage[layer, part], tables)[:, :longest]
+        found = _selected(self.numbers(layer)[part], tables)[:, :longest]
         if not self.is_quantized:
             return found
-        return decode(found, _selected(self.scales[layer, part], tables)[:, :longest], self.form, self.dtype)
+        return decode(found, _selected(self.scales(layer)[part], tables)[:, :longest], self.form, self.dtype)
 
 
 def _single_attention(

@@ -61,7 +61,7 @@ class Program:
         self.on_gpu = use_triton("auto", model.embed.weight)
         self.own_attention = self.on_gpu and not cache.is_quantized  # the kernels that store keys write no codes
         self.on_cpu = self.final_norm.on_cpu
-        self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.storage.device, dtype=torch.int32)
+        self.counters = torch.zeros(sequences * spec.kv_heads, device=cache.device, dtype=torch.int32)
 
     def shortened(self) -> "Program":
         """A copy with only as many of the first layers as include every kind of layer, and one more, as the last layer
@@ -146,7 +146,7 @@ class Program:
 
     def mixed(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
         """`_attention` by our kernels: rotate and store all tokens, then attend, single tokens and pieces apart."""
-        keys, values = self.cache.storage[layer.index]
+        step, (keys, values) = self.cache.places(layer.index, step), self.cache.numbers(layer.index)
         cos, sin = self.ropes.fixed[layer.rope]
         query = rotate_store(
             qkv,
@@ -163,7 +163,7 @@ class Program:
 
     def decode(self, qkv: Tensor, layer: JointLayer, step: Step) -> Tensor:
         """`_attention` in one kernel of ours where every sequence has one token."""
-        keys, values = self.cache.storage[layer.index]
+        step, (keys, values) = self.cache.places(layer.index, step), self.cache.numbers(layer.index)
         cos, sin = self.ropes.fixed[layer.rope]
         mixed = decode_attention(
             qkv,

@@ -27,6 +27,7 @@ from tightfit.serve.forward.program import Program
 from tightfit.serve.forward.rope_tables import RopeTables
 from tightfit.serve.forward.row_tiles import Passes, RowTiles
 from tightfit.serve.schedule.step import Step
+from tightfit.serve.schedule.window_pages import WindowPages
 from tightfit.serve.weights.joint import can_join
 
 
@@ -37,10 +38,11 @@ def make_cache(
     device: torch.device,
     dtype: torch.dtype,
     form: CacheFormat = "model",
+    windows: WindowPages | None = None,
 ) -> PagedCache:
     """The cache of a model of `spec`."""
     kind = PagedCache if spec.latent is None else LatentCache
-    return kind(spec, blocks, block_size, device, dtype, form)
+    return kind(spec, blocks, block_size, device, dtype, form, windows=windows)
 
 
 def run_layers(
@@ -159,7 +161,7 @@ class Runner:
             Passes(self._states, self._project),
             device=self.device,
             rounded=self.cache.dtype != torch.float32,
-            kept_rounded=self.cache.storage.dtype != torch.float32,
+            kept_rounded=self.cache.stored_dtype != torch.float32,
             positions=self.max_length,
             block_size=self.cache.block_size,
             padding_block=self.cache.padding_block,

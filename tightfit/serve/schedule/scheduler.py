@@ -5,7 +5,8 @@ pieces where they are long (Sarathi, Agrawal et al. 2023): no answer waits for a
 all its blocks when it is admitted, an answer one more whenever the last is full. When none is left, the sequence that
 comes last in the order (priority, arrival) is preempted: it frees all its blocks and waits. It is computed again later,
 often from blocks that are still in the cache, or copied back from the host where it was saved there (`host`).
-A waiting sequence of a better priority preempts a running one of a worse.
+A waiting sequence of a better priority preempts a running one of a worse. Where layers have a window, `windows` says
+which pages of the blocks they keep.
 
 Nothing here knows a model or a device: lengths are enough.
 """
@@ -19,6 +20,7 @@ from typing import Protocol
 from tightfit.serve.requests.request import Finish
 from tightfit.serve.schedule.block_pool import BlockPool
 from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.window_pages import WindowPages
 
 
 class Host(Protocol):
@@ -68,8 +70,10 @@ class Chunk:
 class Scheduler:
     """Which sequences wait, which run, and what each running one computes next."""
 
-    def __init__(self, pool: BlockPool, limits: Limits, host: Host | None = None) -> None:
-        self.pool, self.limits, self.host = pool, limits, host
+    def __init__(
+        self, pool: BlockPool, limits: Limits, host: Host | None = None, windows: WindowPages | None = None
+    ) -> None:
+        self.pool, self.limits, self.host, self.windows = pool, limits, host, windows
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._waiting: list[tuple[tuple[int, int, int], int, Sequence]] = []
@@ -112,6 +116,8 @@ class Scheduler:
         self._preempted = set()
         if self.limits.rewind_at is not None:
             self._rewind(self.limits.rewind_at)
+        for sequence in self.running if self.windows is not None else ():
+            self._see(sequence, sequence.stored, sequence.stored)
         chunks, prompts = self._answers()
         budget = self.limits.step_tokens - sum(chunk.count + chunk.lookahead for chunk in chunks)
         for sequence in prompts:
@@ -164,6 +170,7 @@ class Scheduler:
                 if length > len(sequence.blocks) * block_size and not self._has_blocks(sequence):
                     continue
                 lookahead = self._lookahead(sequence, budget - 1) if most else 0
+                self._see(sequence, stored, stored + 1 + lookahead)
                 chunks.append(Chunk(sequence, stored, 1, lookahead, chooses=True))
                 budget -= 1 + lookahead
         return [each for each in chunks if each.sequence not in self._preempted] if self._preempted else chunks, prompts
@@ -175,8 +182,19 @@ class Scheduler:
             self._preempt(self.running[-1])
         if sequence.state != "running":
             return False
-        sequence.blocks += self.pool.take(max(need, 0))
+        sequence.blocks += self._take(max(need, 0))
         return True
+
+    def _take(self, count: int) -> list[int]:
+        blocks = self.pool.take(count)
+        if self.windows is not None:
+            self.windows.forget(blocks)
+        return blocks
+
+    def _see(self, sequence: Sequence, start: int, end: int) -> None:
+        """Keep what tokens at [start, end) see in layers with a window."""
+        if self.windows is not None:
+            self.windows.move(sequence, start, end)
 
     def _lookahead(self, sequence: Sequence, budget: int) -> int:
         """How many guesses there is room for, in the budget, the answer and the pool."""
@@ -189,11 +207,12 @@ class Scheduler:
         need = self.pool.blocks_for(sequence.length + wanted) - len(sequence.blocks)
         if need > self.pool.free:
             return 0
-        sequence.blocks += self.pool.take(max(need, 0))
+        sequence.blocks += self._take(max(need, 0))
         return wanted
 
     def _piece(self, sequence: Sequence, budget: int) -> Chunk:
         count = min(sequence.length - sequence.stored, budget)
+        self._see(sequence, sequence.stored, sequence.stored + count)
         return Chunk(sequence, sequence.stored, count, chooses=sequence.stored + count == sequence.length)
 
     def _admitted(self) -> Sequence | None:
@@ -221,14 +240,16 @@ class Scheduler:
         if not self.limits.prefix_cache:
             return []
         full = (sequence.length - 1) // self.pool.block_size
-        return self.pool.find(sequence.digests_of(full, self.pool.block_size))
+        found = self.pool.find(sequence.digests_of(full, self.pool.block_size))
+        return found if self.windows is None else list(self.windows.usable(found))
 
     def _start(self, sequence: Sequence) -> None:
         found = self._found(sequence)
         self.pool.hold(found)
-        sequence.blocks = found + self.pool.take(self.pool.blocks_for(sequence.length) - len(found))
         sequence.stored = sequence.draft_stored = len(found) * self.pool.block_size
         sequence.remembered = len(found)
+        sequence.blocks = [*found, *self._take(self.pool.blocks_for(sequence.length) - len(found))]
+        self._see(sequence, sequence.stored, sequence.stored)
         sequence.rewound = self.limits.rewind_at is not None and sequence.length > self.limits.rewind_at
         if not sequence.preemptions:
             sequence.cached = sequence.stored
@@ -240,6 +261,8 @@ class Scheduler:
     def _stop(self, sequence: Sequence) -> None:
         """Release the blocks and the slot of a running sequence."""
         self.running.remove(sequence)
+        if self.windows is not None:
+            self.windows.drop(sequence)
         self.pool.release(sequence.blocks)
         self._slots.append(sequence.slot)
         sequence.blocks, sequence.stored, sequence.draft_stored, sequence.remembered = [], 0, 0, 0

@@ -5,7 +5,7 @@ prompts and guesses to be checked, equal lengths together. Within the row nothin
 """
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -63,7 +63,19 @@ class Step:
     row_by_row: bool = False
     """Whether every token attends by itself (forward/row_tiles.py): all tokens but padding are singles, and a sequence
     may have several."""
+    pages: Tensor | None = None
+    """Of a step `through` pages: the page of each block, which tables and slots name instead of blocks."""
     _tiles: Tensor | None = None
+    _through: "Step | None" = None
+
+    def through(self, pages: Tensor) -> "Step":
+        """This step with the page pages[b] in place of each block b; made once for all layers."""
+        if self._through is None:
+            block = self.slots // self.block_size
+            moved = (pages.index_select(0, block) - block) * self.block_size
+            self._through = replace(self, tables=_paged(self.tables, pages), slots=self.slots + moved, pages=pages)
+            self._through.__dict__["masks"] = self.masks
+        return self._through
 
     @cached_property
     def masks(self) -> list[AttentionMask]:
@@ -97,12 +109,14 @@ class Step:
     @cached_property
     def piece_tables(self) -> list[Tensor]:
         """The blocks of each piece's sequence, [1, blocks]."""
-        return [to_device([piece.blocks], self.tokens.device) for piece in self.pieces]
+        tables = [to_device([piece.blocks], self.tokens.device) for piece in self.pieces]
+        return tables if self.pages is None else [_paged(table, self.pages) for table in tables]
 
     @cached_property
     def joint_tables(self) -> Tensor:
         """The blocks of all pieces' sequences, int32 [pieces, most blocks], padded with 0."""
-        return _padded([piece.blocks for piece in self.pieces], self.tokens.device)
+        tables = _padded([piece.blocks for piece in self.pieces], self.tokens.device)
+        return tables if self.pages is None else _paged(tables, self.pages)
 
     def tiles(self, rows: int) -> Tensor:
         """The pieces cut into tiles of `rows` queries, int32 [tiles, 4]; made once for all layers."""
@@ -213,6 +227,10 @@ def _padded(tables: list[list[int]], device: torch.device) -> Tensor:
     for row, table in zip(rows, tables, strict=True):
         row[: len(table)] = table
     return to_device(rows, device)
+
+
+def _paged(tables: Tensor, pages: Tensor) -> Tensor:
+    return pages.index_select(0, tables.flatten()).view(tables.shape)
 
 
 def _is_single(chunk: Chunk) -> bool:

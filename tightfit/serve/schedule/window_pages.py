@@ -1,0 +1,97 @@
+"""The pages of layers with a window: keys and values of the positions that running sequences still see there.
+
+A block (block_pool.py) is a place for positions of a sequence in all layers that keep every position. Layers with a
+window see the last `window` positions alone, so of a block they have a page only while the window of a running sequence
+reaches it. There are fewer pages than blocks: memory holds longer sequences, and more of them. A page that no sequence
+sees keeps its contents until it is taken, the least recently seen first, so that prefixes can be found again.
+
+A block has one page whoever holds it. So with as many pages as blocks, or with `pages_for` (memory/formulas/serving.py)
+the windows of all sequences and the tokens of a step, there is always a page to take.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from tightfit.serve.schedule.sequence import Sequence
+
+
+class WindowPages:
+    """Which of `pages` pages each of `blocks` blocks has; page number `pages` is for padding."""
+
+    def __init__(self, *, pages: int, blocks: int, block_size: int, window: int) -> None:
+        assert 1 <= pages <= blocks
+        self.pages, self.block_size, self.window = pages, block_size, window
+        self.of_block = np.full(blocks + 1, pages, dtype=np.int32)
+        """The page of each block; of blocks without one, and of the padding block, the page for padding."""
+        self.has_changed = True
+        """Whether `of_block` has changed since the device got it."""
+        self._blocks: list[int | None] = [None] * pages
+        self._readers = [0] * blocks
+        self._idle = OrderedDict.fromkeys(range(pages))  # seen by no sequence, in the order in which they will be taken
+        self._held: dict[Sequence, range] = {}
+
+    def move(self, sequence: Sequence, start: int, end: int) -> None:
+        """Hold the pages that tokens at [start, end) of a running sequence see or write, and no others of it."""
+        held = self._held.get(sequence, range(0))
+        seen = range(self.first_seen(start), -(-end // self.block_size))
+        if seen == held:
+            return
+        for index in held:
+            if index not in seen:
+                self._release(sequence.blocks[index])
+        for index in seen:
+            if index not in held:
+                self._hold(sequence.blocks[index])
+        self._held[sequence] = seen
+
+    def drop(self, sequence: Sequence) -> None:
+        """Hold no pages of a sequence that stops; it still has its blocks."""
+        for index in self._held.pop(sequence, range(0)):
+            self._release(sequence.blocks[index])
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """`blocks` were taken for new contents: the pages of their old ones are the first to be taken."""
+        for block in blocks:
+            page = int(self.of_block[block])
+            if page < self.pages:
+                self.of_block[block], self._blocks[page] = self.pages, None
+                self._idle.move_to_end(page, last=False)
+                self.has_changed = True
+
+    def first_seen(self, position: int) -> int:
+        """The number, within its sequence, of the first block that a token at `position` sees."""
+        return max(0, position - self.window + 1) // self.block_size
+
+    def usable(self, blocks: Items[int]) -> Items[int]:
+        """The longest beginning of a sequence's `blocks` after which the next token finds all pages that it sees."""
+        most = together = 0  # `together`: how many of the blocks so far have pages, without one missing between them
+        for count, block in enumerate(blocks, 1):
+            together = together + 1 if self.of_block[block] < self.pages else 0
+            if together >= count - self.first_seen(count * self.block_size):
+                most = count
+        return blocks[:most]
+
+    def _hold(self, block: int) -> None:
+        page = int(self.of_block[block])
+        if page == self.pages:
+            page = self._take(block)
+        elif not self._readers[block]:
+            del self._idle[page]
+        self._readers[block] += 1
+
+    def _release(self, block: int) -> None:
+        assert self._readers[block] > 0, f"the page of block {block} released more often than held"
+        self._readers[block] -= 1
+        if not self._readers[block]:
+            self._idle[int(self.of_block[block])] = None
+
+    def _take(self, block: int) -> int:
+        page, _ = self._idle.popitem(last=False)
+        if (before := self._blocks[page]) is not None:
+            self.of_block[before] = self.pages
+        self._blocks[page], self.of_block[block] = block, page
+        self.has_changed = True
+        return page
