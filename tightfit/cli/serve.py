@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import Device, Draft, MaxSequences, count_option, refuse_given, takes_options
+from tightfit.cli.options import Adapters, Device, Draft, MaxSequences, count_option, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.serve.config import EngineConfig
@@ -49,9 +49,7 @@ class ServeOptions:
         int | None, typer.Option(help="Guess ahead with the model itself, leaving out so many of its layers.", min=1)
     ] = None
     guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
-    ] = None
+    adapter: Adapters = None
     api_key: Annotated[str | None, typer.Option(envvar=API_KEY, help="Clients have to send it as their API key.")] = (
         None
     )
