@@ -30,6 +30,14 @@ MISTAKES = {
         ["--batch-invariant", "--tensor", "2"],
         "--batch-invariant does not go with --ten",
     ),
+    "copies of what several ranks keep": (
+        ["--tensor", "2", "--host-cache-gib", "1"],
+        "--host-cache-gib is for a model on one rank; leave out --tensor and --pipeline, or do without it",
+    ),
+    "layers skipped by several ranks": (
+        ["--pipeline", "2", "--skip", "1"],
+        "--skip is for a model on one rank; leave out --tensor and --pipeline, or use --lookup",
+    ),
     "a cache of ours in vLLM": (
         ["--export", "vllm", "--cache-gib", "4"],
         "--cache-gib is 4.0, which is about our own server; leave it or --export out",

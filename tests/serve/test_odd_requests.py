@@ -20,7 +20,7 @@ from tightfit.serve.http.crowded import MOST_LISTS, MOST_VALUES, crowded
 from tightfit.serve.http.guards import ServerLimits
 from tightfit.serve.http.protocol import NO_ECHO, CompletionBody
 from tightfit.serve.http.streaming import event
-from tightfit.serve.http.tools import found_calls
+from tightfit.serve.http.tools import CallStream, found_calls
 from tightfit.serve.requests.request import Answer, TokenLogprob
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.sampling.sampler import probabilities
@@ -198,6 +198,46 @@ def test_fields_may_be_null_and_seeds_negative(server: Running) -> None:
         status, answer = post(server, "/v1/chat/completions", json.dumps(asked | body).encode())
         assert (status, answer["error"]["message"].startswith(word)) == (400, True)
     assert post(server, "/v1/embeddings", b'{"input": [[1, true]]}')[0] == 400
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "soon"),
+    [
+        ("a text, of some words", "a text, of some words"),
+        (" \n and <tool_ and < more", " \n and <tool_ and < more"),
+        (f"first <tool_call>{CALL}</tool_call>", "first "),
+        (f"first<tool_call>{CALL}</tool_call>then <tool_call>{CALL}", "first"),
+        ("first <tool_call>{nothing}</tool_call> then", "first "),
+        (CALL, ""),
+        (f"[{CALL}, {CALL}]", ""),
+        ("[1] is a list", ""),
+        ("ends in <tool", "ends in "),
+        ("", ""),
+    ],
+)
+def test_text_that_is_no_call_is_shown_as_it_comes(said: str, soon: str) -> None:
+    for cut in range(1, max(len(said), 2)):
+        stream = CallStream()
+        shown = "".join(stream.push(said[at : at + cut]) for at in range(0, len(said), cut))
+        assert shown == soon
+        rest, calls = stream.finish()
+        wanted, wanted_calls = found_calls(said)
+        assert (shown + rest).strip() == wanted.strip()
+        assert [each["function"] for each in calls] == [each["function"] for each in wanted_calls]
+
+
+def test_a_stream_that_may_be_a_call_comes_in_pieces(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "tools": [TOOL], "max_tokens": 24, "temperature": 0}
+    asked["extra_body"] = {"ignore_eos": True, "logit_bias": {"60": -100}}
+    whole = client.chat.completions.create(**asked).choices[0]
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    texts = [text for chunk in chunks if (text := chunk.delta.content)]
+    assert "".join(texts) == whole.message.content
+    assert len(texts) > 10
+    assert chunks[-1].finish_reason == whole.finish_reason == "length"
 
 
 def test_a_stream_that_may_be_a_call_has_its_log_probabilities(client: openai.OpenAI) -> None:

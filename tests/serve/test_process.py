@@ -25,6 +25,7 @@ from tests.distributed.group import PRELOADED
 from tests.programs import call_forked, run_main, started
 from tests.serve.little_timing import measure_little
 from tests.serve.sleeping import sleep
+from tests.serve.test_adapters import ATTENTION, write_adapter
 from tightfit.cli.main import app
 from tightfit.errors import UserError
 from tightfit.launch.forked import Forked
@@ -246,6 +247,23 @@ def test_generate_answers_a_file(directory: Path, tmp_path: Path, capfd: pytest.
     assert len(answered.read_text().splitlines()) == 2
     generate(model=str(directory), source=asked, target=answered, max_tokens=4, device="cpu")
     assert "out.jsonl has all the answers already; name another --out" in capfd.readouterr().out
+
+
+def test_lines_of_a_file_choose_adapters(directory: Path, model: Decoder, tmp_path: Path) -> None:
+    from tightfit.cli.generate import generate
+
+    write_adapter(tmp_path / "mine", model, ATTENTION, seed=1)
+    asked, answered = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    asked.write_text('{"prompt": "the"}\n{"prompt": "the", "adapter": "mine"}\n')
+    settings: dict[str, Any] = {"model": str(directory), "source": asked, "target": answered, "temperature": 0.0}
+    settings |= {"max_tokens": 8, "device": "cpu"}
+    with pytest.raises(UserError, match="line 2: there is no adapter 'mine'; there are none"):
+        generate(**settings)
+    with pytest.raises(UserError, match="--batch-invariant does not go with --adapter"):
+        generate(**settings, batch_invariant=True, adapter=[f"mine={tmp_path / 'mine'}"])
+    generate(**settings, adapter=[f"mine={tmp_path / 'mine'}"])
+    plain, changed = (json.loads(line)["text"] for line in sorted(answered.read_text().splitlines()))
+    assert plain != changed
 
 
 def test_a_plan_takes_what_can_be_served(directory: Path, model: Decoder, tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -159,6 +159,34 @@ def test_a_server_that_is_gone_is_an_error_with_a_sentence() -> None:
             assert fetched(port, "/health")[0] == 503
 
 
+@contextmanager
+def breaking_off(kind: str) -> Iterator[int]:
+    """A server that is gone after the first piece of its answer."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(head.encode() + b"a\r\ndata: {}\n\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield listening.getsockname()[1]
+        thread.join(timeout=30)
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_whole() -> None:
+    with breaking_off("text/event-stream; charset=utf-8") as gone, balanced([gone]) as (port, _):
+        pieces = client(port).completions.create(model="tiny", prompt="x", stream=True)
+        with pytest.raises(openai.APIError, match="does not answer"):
+            list(pieces)
+    cut = pytest.raises(http.client.IncompleteRead)
+    with breaking_off("application/json") as gone, balanced([gone]) as (port, _), cut:
+        fetched(port, "/v1/models")
+
+
 def test_copies_are_started_without_the_balancers_options() -> None:
     given = ["serve", "m", "--replicas", "2", "--port=9", "--host", "0.0.0.0", "--name", "x", "--replicas=2"]
     assert without_own(given) == ["serve", "m", "--name", "x"]

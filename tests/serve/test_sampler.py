@@ -53,6 +53,19 @@ def test_a_flat_distribution_is_cut_beyond_the_first_look() -> None:
     assert (probabilities(peaked, [Sampling(top_p=0.9)]) > 0).sum() == 3
 
 
+def test_a_large_k_and_a_share_of_it_are_the_same_beside_rows_without_a_k() -> None:
+    """The share is of the sum of all k, also where the likeliest few would do for the other rows."""
+    torch.manual_seed(0)
+    flat = 0.8 * torch.randn(8 * FIRST_LOOK)
+    peaked = 4.0 * torch.randn(8 * FIRST_LOOK)
+    own, other = Sampling(top_k=3 * FIRST_LOOK, top_p=0.37), Sampling(top_p=0.5)
+    largest = flat.softmax(-1).sort(descending=True).values[: own.top_k]
+    kept = int((largest.cumsum(0) - largest < own.top_p * largest.sum()).sum())
+    assert largest[:FIRST_LOOK].sum() > own.top_p
+    for logits, settings in ((flat[None], [own]), (torch.stack([flat, peaked]), [own, other])):
+        assert (probabilities(logits, settings)[0] > 0).sum() == kept
+
+
 def test_draws_have_the_frequencies_of_the_distribution() -> None:
     chances = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0])
     draws = 20_000

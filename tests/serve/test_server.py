@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -63,6 +63,13 @@ def post(server: Running, path: str, body: bytes, **headers: str) -> tuple[int, 
 def get(server: Running, path: str) -> str:
     with urllib.request.urlopen(server.url + path, timeout=60) as response:
         return str(response.read().decode())
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
 
 
 def test_a_chat_is_what_the_engine_says(client: openai.OpenAI, loaded: LoadedModel) -> None:
@@ -474,6 +481,63 @@ def test_a_dead_engine_is_said_and_seen(loaded: LoadedModel, monkeypatch: pytest
         assert post(server, "/v1/completions", b'{"prompt": "a"}')[0] == 503
         with pytest.raises(urllib.error.HTTPError, match="503"):
             get(server, "/health")
+
+
+def test_who_waits_for_an_embedding_hears_of_a_dead_engine(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, goes_on = Engine(loaded.model, loaded.tokenizer, CONFIG), threading.Event()
+
+    def broken() -> None:
+        goes_on.wait(60)
+        raise RuntimeError("out of luck")
+
+    with running(loaded, engine) as server, ThreadPoolExecutor(3) as clients:
+        monkeypatch.setattr(engine, "step", broken)
+        asked = [clients.submit(post, server, "/v1/completions", b'{"prompt": "a"}')]
+        wait_until(lambda: engine.counts.requests == 1)
+        asked += [clients.submit(post, server, "/v1/embeddings", b'{"input": "a"}') for _ in range(2)]
+        wait_until(lambda: server.service.open_requests == 3)
+        goes_on.set()
+        assert [each.result()[0] for each in asked] == [503] * 3
+
+
+@pytest.mark.parametrize("seconds", [0.2, 600.0])
+def test_embeddings_are_limited_in_number_and_time(
+    seconds: float, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, goes_on = Engine(loaded.model, loaded.tokenizer, CONFIG), threading.Event()
+    monkeypatch.setattr(engine, "step", lambda: goes_on.wait(60) and [])
+    limits, one = ServerLimits(requests=1, request_seconds=seconds), b'{"input": "a"}'
+    with running(loaded, engine, limits) as server, ThreadPoolExecutor(1) as client:
+        first, _ = post(server, "/v1/embeddings", one)
+        assert first == 200 or seconds < 1  # a call comes before the step
+        if seconds < 1:
+            assert post(server, "/v1/embeddings", one)[0] == 504
+        else:
+            other = client.submit(post, server, "/v1/embeddings", one)
+            wait_until(lambda: server.service.open_requests == 1)
+            assert post(server, "/v1/embeddings", one)[0] == 429
+        goes_on.set()
+        if seconds > 1:
+            assert other.result()[0] == 200
+
+
+def test_embeddings_take_turns_with_the_steps_of_answers(loaded: LoadedModel) -> None:
+    """However many wait, an answer under way waits for one at a time."""
+    service = Service(Engine(loaded.model, loaded.tokenizer, CONFIG))
+
+    async def run() -> list[int]:
+        service.start(asyncio.get_running_loop())
+        stream = service.outputs(Request(id="a", prompt=[5], sampling=Sampling(max_tokens=100, temperature=0)))
+        await anext(stream)
+        steps = await asyncio.gather(*(service.call(lambda engine: engine.counts.steps) for _ in range(20)))
+        await stream.aclose()
+        return steps
+
+    steps = asyncio.run(run())
+    service.stop()
+    assert len(set(steps)) == 20
 
 
 def test_base64_is_what_the_client_asks_for_by_itself(server: Running) -> None:

@@ -177,6 +177,20 @@ def test_answers_are_those_of_layers_that_keep_all_positions(
     }
 
 
+def test_a_prefix_whose_pages_went_to_others_is_found_again_once_it_is_computed_again(model: Decoder) -> None:
+    """Its blocks are still there, and of no use without their pages."""
+    rng = random.Random(0)
+    start, other = ([rng.randrange(300) for _ in range(length)] for length in (48, 100))
+    sampling, engine = Sampling(max_tokens=4, temperature=0), Engine(model, None, CONFIG)
+    assert engine.budget.pages < engine.budget.blocks
+    cached = []
+    for number, begun in enumerate((start, other, other[50:], start, start)):
+        prompt = [*begun, *(rng.randrange(300) for _ in range(10))]
+        answer = engine.generate([Request(id=str(number), prompt=prompt, sampling=sampling)])[str(number)][0]
+        cached.append(answer.cached)
+    assert cached == [0, 0, 0, 0, 48]
+
+
 @pytest.mark.parametrize(("room", "expected"), [(100, (20, 20)), (1000, (780, 55)), (10**6, (4000, 55)), (4, (0, 0))])
 def test_memory_is_shared_between_blocks_and_pages(room: int, expected: tuple[int, int]) -> None:
     """Blocks of 1 byte and pages of 4: both of as many blocks, or the pages of all windows and blocks for the rest."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tightfit.cli.options import (
+    Adapters,
     Device,
     Draft,
     MaxSequences,
@@ -46,6 +47,7 @@ class GenerateOptions:
     ] = 1
     max_sequences: MaxSequences = 64
     draft: Draft = None
+    adapter: Adapters = None
     batch_invariant: Annotated[
         bool, typer.Option(help="Answers equal to the bit whatever else is in the file; slower.")
     ] = False
@@ -74,6 +76,7 @@ def generate(options: GenerateOptions) -> None:
     """
     from tightfit.durable import place_of, refuse_unwritable
     from tightfit.errors import UserError
+    from tightfit.models.huggingface.adapter_config import named_directories
     from tightfit.serve.config import EngineConfig
     from tightfit.serve.offline import answer_prompts, read_finished
     from tightfit.serve.prompt_lines import check_settings, read_prompts
@@ -84,15 +87,16 @@ def generate(options: GenerateOptions) -> None:
     read_finished(options.target)
     if options.beams > 1:
         refuse_given(options, OF_DRAWING, "but beams draw nothing; leave it or --beams out")
-    if options.batch_invariant and options.draft is not None:
-        raise UserError("--batch-invariant does not go with --draft; leave one of them out")
+    if others := [f"--{name}" for name in ("draft", "adapter") if options.batch_invariant and getattr(options, name)]:
+        raise UserError(f"--batch-invariant does not go with {' and '.join(others)}; leave one of them out")
+    adapters = named_directories(options.adapter or [])
     check_settings(prompts, options.sampling(frozenset()))  # before a model is loaded
     config = EngineConfig(
         max_sequences=options.max_sequences,
         step_tokens=max(EngineConfig.step_tokens, options.max_sequences),
         batch_invariant=options.batch_invariant,
     )
-    loaded, engine = start_engine(options.model, config, device=options.device, draft=options.draft)
+    loaded, engine = start_engine(options.model, config, device=options.device, draft=options.draft, adapters=adapters)
     if loaded.tokenizer is None:
         raise UserError(f"{options.model} has no tokenizer, so it cannot answer texts")
     sampling = options.sampling(loaded.tokenizer.stop_ids)

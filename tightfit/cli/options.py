@@ -40,6 +40,9 @@ Temperature = Annotated[float, typer.Option("-t", "--temperature", help="0 is gr
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens that make up this probability.")]
 MaxSequences = Annotated[int, typer.Option(help="Answers under way at a time.", min=1)]
+Adapters = Annotated[
+    list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that requests may ask for. Repeatable.")
+]
 Draft = Annotated[str | None, typer.Option(help="A smaller model that guesses ahead, with the same tokens.")]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tightfit.cli.options import Device, Draft, MaxSequences, count_option, refuse_given, takes_options
+from tightfit.cli.options import Adapters, Device, Draft, MaxSequences, count_option, refuse_given, takes_options
 
 if TYPE_CHECKING:
     from tightfit.serve.config import EngineConfig
@@ -49,9 +49,7 @@ class ServeOptions:
         int | None, typer.Option(help="Guess ahead with the model itself, leaving out so many of its layers.", min=1)
     ] = None
     guesses: Annotated[int, typer.Option(help="Tokens guessed at a time.", min=1, max=16)] = 4
-    adapter: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY of a LoRA adapter that clients may ask for. Repeatable.")
-    ] = None
+    adapter: Adapters = None
     api_key: Annotated[str | None, typer.Option(envvar=API_KEY, help="Clients have to send it as their API key.")] = (
         None
     )
@@ -174,7 +172,7 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     from tightfit.models.loading import source_spec, weights_path
     from tightfit.models.presets import PRESETS
     from tightfit.serve.ranks.share import Spread
-    from tightfit.serve.start import check_ranks, default_model, gpu_count
+    from tightfit.serve.start import OF_ONE_RANK, check_ranks, default_model, gpu_count
 
     try:
         from tightfit.serve.http.address import check_address, own_names
@@ -192,9 +190,8 @@ def _serve(options: ServeOptions, compiler: "Compiler | None") -> None:
     if (options.max_length or 0) > positions:
         raise UserError(f"--max-length is {options.max_length}, but {source} has {positions} positions; lower it")
     if spread.ranks > 1:
-        check_ranks(
-            source, spread, options.device, adapters=bool(options.adapters), draft=options.draft, skip=options.skip
-        )
+        given = {option: getattr(options, option.replace("-", "_")) for option in OF_ONE_RANK}
+        check_ranks(source, spread, options.device, given=given)
     limits = ServerLimits(
         api_key=options.api_key,
         names=own_names(options.host),

@@ -9,6 +9,7 @@ lengths only.
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 import torch
@@ -217,7 +218,7 @@ class Engine:
                 chunk.sequence.pending -= 1
                 running = self._running.get(chunk.sequence)
                 if running is not None:
-                    outputs.append(self._extend_by_token(running, token))
+                    outputs.append(self._extend(running, [token]))
         return outputs
 
     def _run(self, chunks: list[Chunk]) -> list[Output]:
@@ -231,12 +232,10 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.stored = chunk.end
         chosen = (choose_alone if self.config.batch_invariant else choose)(logits, asked) if asked else []
-        outputs = [self._extend(chunk, choice) for chunk, choice in zip(choosing, chosen, strict=True)]
         for chunk in chunks:
-            self.scheduler.cache_full_blocks(chunk.sequence)
-        for chunk in choosing:
-            self._start_siblings(chunk.sequence)
-        return outputs
+            if not chunk.chooses:
+                self.scheduler.cache_full_blocks(chunk.sequence)
+        return [self._keep(chunk, choice) for chunk, choice in zip(choosing, chosen, strict=True)]
 
     def _logits(self, chunks: list[Chunk]) -> torch.Tensor:
         """Logits of a step of `chunks`, which are `ordered`, where a token is chosen or a guess is checked."""
@@ -306,55 +305,39 @@ class Engine:
         running = self._running[chunk.sequence]
         return SequenceRows(chunk.sequence, running.matcher, tuple(chunk.proposal), draft)
 
-    def _extend(self, chunk: Chunk, chosen: Chosen) -> Output:
-        """Extend an answer by its chosen tokens, and finish it if one of them ends it."""
-        sequence, running = chunk.sequence, self._running[chunk.sequence]
-        first = sequence.answered == 0
+    def _keep(self, chunk: Chunk, chosen: Chosen) -> Output:
+        """Extend an answer by the guesses that were kept and the token after them."""
+        sequence = chunk.sequence
         if chunk.proposal:
             kept = len(chosen.tokens) - 1
             self.counts.guessed += len(chunk.proposal)
             self.counts.kept += kept
             sequence.stored = chunk.end + kept
             sequence.draft_stored = min(sequence.draft_stored, sequence.stored)
-        taken, text, finish = running.extend(chosen.tokens)
-        self.counts.answer_tokens += len(taken)
-        if finish is not None:
-            self._finish(running, finish)
-        cached = sequence.cached if first else 0
-        self.counts.cached_tokens += cached
-        logprobs: list[TokenLogprob] = chosen.logprobs[: len(taken)]
-        return Output(running.request.id, sequence.index, tuple(taken), text, tuple(logprobs), finish, cached)
+        return self._extend(self._running[sequence], chosen.tokens, chosen.logprobs)
 
-    def _extend_by_token(self, running: Running, token: int) -> Output:
-        """`_extend` by one token without guesses or log probabilities: done for hundreds of sequences a step."""
+    def _extend(self, running: Running, tokens: list[int], logprobs: Items[TokenLogprob] = ()) -> Output:
+        """Extend an answer by `tokens`, and finish it if one of them ends it: done for hundreds of answers a step."""
         sequence = running.sequence
-        cached = sequence.cached if len(sequence.tokens) == len(sequence.prompt) else 0
-        taken, text, finish = running.extend([token])
+        cached = sequence.cached if sequence.answered == 0 else 0
+        taken, text, finish = running.extend(tokens)
         self.counts.answer_tokens += len(taken)
         self.counts.cached_tokens += cached
+        self.scheduler.cache_full_blocks(sequence)
         if finish is not None:
             self._finish(running, finish)
-        elif self.scheduler.limits.prefix_cache:
-            self.scheduler.cache_full_blocks(sequence)
-        if running.siblings:
-            self._start_siblings(sequence, running)
-        return Output(running.request.id, sequence.index, tuple(taken), text, (), finish, cached)
+        for sibling in running.siblings:
+            self.scheduler.add(sibling.sequence)
+        running.siblings = []
+        logprobs = tuple(logprobs[: len(taken)])
+        return Output(running.request.id, sequence.index, tuple(taken), text, logprobs, finish, cached)
 
     def _finish(self, running: Running, finish: Finish) -> None:
-        self.scheduler.cache_full_blocks(running.sequence)
         self.scheduler.remove(running.sequence, finish)
         del self._running[running.sequence]
         self._host_bound -= running.sequence.sampling.needs_host
-        self._start_siblings(running.sequence, running)
         unfinished = self._of_request[running.request.id]
         unfinished.remove(running)
         if not unfinished:
             del self._of_request[running.request.id]
             self.counts.finished += 1
-
-    def _start_siblings(self, sequence: Sequence, running: Running | None = None) -> None:
-        running = running or self._running.get(sequence)
-        if running is not None and running.siblings:
-            for sibling in running.siblings:
-                self.scheduler.add(sibling.sequence)
-            running.siblings = []

@@ -5,8 +5,6 @@ Greedy, with as many threads as torch has, and as many slots as there are reques
 """
 
 import json
-import random
-import statistics
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from tightfit.errors import UserError
-from tightfit.serve.peer_load import ROUNDS, PeerRow
+from tightfit.serve.peer_load import PeerRow, random_prompts
 
 
 class LlamaCpp:
@@ -60,22 +58,20 @@ class LlamaCppPeer:
         self.path, self.vocab_size = path, vocab_size
 
     def measured(self, at_once: int, *, prompt_tokens: int, answer_tokens: int) -> PeerRow:
-        """Latency and throughput with `at_once` random prompts at a time, after a round that is not timed."""
+        """Latency and throughput with `at_once` random prompts at a time."""
         peer = LlamaCpp(self.path, slots=at_once, positions=prompt_tokens + answer_tokens + 1)
+        prompts = random_prompts(at_once, prompt_tokens, self.vocab_size)
         try:
-            self._seconds(peer, at_once, prompt_tokens, min(2, answer_tokens))
-            first = statistics.median(self._seconds(peer, at_once, prompt_tokens, 1) for _ in range(ROUNDS))
-            whole = statistics.median(self._seconds(peer, at_once, prompt_tokens, answer_tokens) for _ in range(ROUNDS))
+            return PeerRow.of(at_once, answer_tokens, lambda tokens: _seconds(peer, prompts, tokens))
         finally:
             peer.close()
-        return PeerRow.of(at_once, answer_tokens, first, whole)
 
-    def _seconds(self, peer: LlamaCpp, at_once: int, prompt_tokens: int, answer_tokens: int) -> float:
-        chance = random.Random(at_once)
-        prompts = [[chance.randrange(1, self.vocab_size) for _ in range(prompt_tokens)] for _ in range(at_once)]
-        with ThreadPoolExecutor(at_once) as pool:
-            began = time.perf_counter()
-            made = list(pool.map(peer.tokens, prompts, [answer_tokens] * at_once))
-            seconds = time.perf_counter() - began
-        assert all(len(answer) == answer_tokens for answer in made)
-        return seconds
+
+def _seconds(peer: LlamaCpp, prompts: list[list[int]], answer_tokens: int) -> float:
+    """Seconds for answers to all prompts at a time."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        began = time.perf_counter()
+        made = list(pool.map(peer.tokens, prompts, [answer_tokens] * len(prompts)))
+        seconds = time.perf_counter() - began
+    assert all(len(answer) == answer_tokens for answer in made)
+    return seconds

@@ -1,9 +1,10 @@
 """The load of `tightfit bench serve` on `transformers` with the same weights: greedy `generate` of a batch of prompts
-of one length."""
+of one length. What all peers have in common: prompts, rounds, and what comes out of their times."""
 
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +29,22 @@ class PeerRow:
     tokens_per_second: float
 
     @classmethod
-    def of(cls, at_once: int, answer_tokens: int, first_s: float, whole_s: float) -> "PeerRow":
-        """From seconds until all have their first token, and until all are answered."""
+    def of(cls, at_once: int, answer_tokens: int, seconds: Callable[[int], float]) -> "PeerRow":
+        """From the `seconds` that all answers of so many tokens take, after a round that is not timed."""
+        seconds(min(2, answer_tokens))
+        first_s, whole_s = (statistics.median(seconds(tokens) for _ in range(ROUNDS)) for tokens in (1, answer_tokens))
         return cls(
             at_once=at_once,
             first_token_ms=1e3 * first_s,
             between_tokens_ms=1e3 * max(0.0, whole_s - first_s) / max(1, answer_tokens - 1),
             tokens_per_second=at_once * answer_tokens / whole_s,
         )
+
+
+def random_prompts(at_once: int, prompt_tokens: int, vocab_size: int) -> list[list[int]]:
+    """The same prompts in every round."""
+    chance = random.Random(at_once)
+    return [[chance.randrange(1, vocab_size) for _ in range(prompt_tokens)] for _ in range(at_once)]
 
 
 class TransformersPeer:
@@ -56,21 +65,16 @@ class TransformersPeer:
         self.vocab_size = model.spec.vocab_size
 
     def measured(self, at_once: int, *, prompt_tokens: int, answer_tokens: int) -> PeerRow:
-        """Latency and throughput of batches of `at_once` random prompts, after a batch that is not timed."""
-        self._seconds(at_once, prompt_tokens, min(2, answer_tokens))
-        first = statistics.median(self._seconds(at_once, prompt_tokens, 1) for _ in range(ROUNDS))
-        whole = statistics.median(self._seconds(at_once, prompt_tokens, answer_tokens) for _ in range(ROUNDS))
-        return PeerRow.of(at_once, answer_tokens, first, whole)
+        """Latency and throughput of batches of `at_once` random prompts."""
+        prompts = torch.tensor(random_prompts(at_once, prompt_tokens, self.vocab_size), device=self.model.device)
+        return PeerRow.of(at_once, answer_tokens, lambda tokens: self._seconds(prompts, tokens))
 
     @torch.inference_mode()
-    def _seconds(self, at_once: int, prompt_tokens: int, answer_tokens: int) -> float:
-        chance = random.Random(at_once)
-        prompts = [[chance.randrange(1, self.vocab_size) for _ in range(prompt_tokens)] for _ in range(at_once)]
-        ids = torch.tensor(prompts, device=self.model.device)
+    def _seconds(self, prompts: torch.Tensor, answer_tokens: int) -> float:
         began = time.perf_counter()
         made = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            prompts,
+            attention_mask=torch.ones_like(prompts),
             max_new_tokens=answer_tokens,
             do_sample=False,
             pad_token_id=0,

@@ -18,6 +18,7 @@ from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Answer, Output, Request
 
 Work = Callable[[Engine], Any]
+Future = asyncio.Future[Any]
 
 
 class EngineDiedError(RuntimeError):
@@ -61,6 +62,8 @@ class Service:
         self.draining = False
         self._queues: dict[str, asyncio.Queue[Output | None]] = {}
         self._inbox: deque[Work] = deque()
+        self._calls: deque[tuple[Work, Future]] = deque()
+        self._open_calls: set[Future] = set()
         self._wake = threading.Condition()
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,7 +86,7 @@ class Service:
     @property
     def open_requests(self) -> int:
         """The number of requests whose answers are not complete yet."""
-        return len(self._queues)
+        return len(self._queues) + len(self._open_calls)
 
     async def outputs(self, request: Request, seconds: float | None = None) -> AsyncGenerator[Output, None]:
         """The outputs of `request` until all its answers are over; closing the generator early cancels it.
@@ -103,7 +106,7 @@ class Service:
                 async with asyncio.timeout_at(until):
                     output = await queue.get()
                 if output is None:
-                    raise EngineDiedError(f"the engine has failed: {self.failure!r}")
+                    raise self._died()
                 left -= output.finish is not None
                 yield output
         finally:
@@ -127,26 +130,22 @@ class Service:
         return answers
 
     async def call(self, work: Work) -> Any:
-        """What `work` returns, run between two steps of the engine."""
+        """What `work` returns, run between two steps of the engine: one call at a time, so that answers go on."""
         self._check_open()
-        assert self._loop is not None
-        loop, future = self._loop, self._loop.create_future()
-
-        def run(engine: Engine) -> None:
-            try:
-                result = work(engine)
-            except Exception as error:
-                loop.call_soon_threadsafe(_set, future, None, error)
-            else:
-                loop.call_soon_threadsafe(_set, future, result, None)
-
-        self._put(run)
-        return await future
+        future: Future = asyncio.get_running_loop().create_future()
+        self._open_calls.add(future)
+        with self._wake:
+            self._calls.append((work, future))
+            self._wake.notify()
+        try:
+            return await future
+        finally:
+            self._open_calls.discard(future)
 
     def _check_open(self) -> None:
         if self.failure is not None:
-            raise EngineDiedError(f"the engine has failed: {self.failure!r}")
-        if len(self._queues) >= self.most_requests:
+            raise self._died()
+        if self.open_requests >= self.most_requests:
             raise OverloadedError(f"{self.most_requests} requests are open already; come back later")
 
     def _put(self, work: Work) -> None:
@@ -167,14 +166,27 @@ class Service:
     def _take_work(self) -> bool:
         """Do the work in the inbox, waiting for some while the engine is idle; False once the service is stopping."""
         with self._wake:
-            while not (self._inbox or self._stopping or self.engine.has_work):
+            while not (self._inbox or self._calls or self._stopping or self.engine.has_work):
                 self._wake.wait()
             if self._stopping:
                 return False
             waiting, self._inbox = self._inbox, deque()
+            call = self._calls.popleft() if self._calls else None
         for work in waiting:
             work(self.engine)
+        if call is not None:
+            self._answer_call(*call)
         return True
+
+    def _answer_call(self, work: Work, future: Future) -> None:
+        if future.done():
+            return  # its client has gone
+        try:
+            result = work(self.engine)
+        except Exception as error:
+            self._send(_set, future, None, error)
+        else:
+            self._send(_set, future, result, None)
 
     def _send(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
@@ -191,11 +203,16 @@ class Service:
     def _fail(self) -> None:
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for future in self._open_calls:
+            _set(future, None, self._died())
         self._on_failure()
 
+    def _died(self) -> EngineDiedError:
+        return EngineDiedError(f"the engine has failed: {self.failure!r}")
 
-def _set(future: "asyncio.Future[Any]", value: Any, error: Exception | None) -> None:
-    if future.cancelled():
+
+def _set(future: Future, value: Any, error: Exception | None) -> None:
+    if future.done():
         return
     if error is not None:
         future.set_exception(error)

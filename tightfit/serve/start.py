@@ -24,6 +24,13 @@ from tightfit.serve.speculation.skipping import skipping_spec
 
 OWN_RUN = "runs/stdlib"
 """The run that `make run` trains."""
+OF_ONE_RANK = {
+    "adapter": "merge the adapter",
+    "draft": "use --lookup",
+    "skip": "use --lookup",
+    "host-cache-gib": "do without it",
+}
+"""Options that several ranks do not have, and what to do instead."""
 
 
 def default_model() -> str:
@@ -97,16 +104,12 @@ def gpu_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
 
 
-def check_ranks(
-    source: str, spread: Spread, device: str, *, adapters: bool, draft: str | None, skip: int | None
-) -> None:
-    """Refuse what a model over several ranks cannot do, before any rank is started."""
-    if adapters:
-        raise UserError("--adapter is for a model on one rank; leave out --tensor and --pipeline, or merge the adapter")
-    if draft:
-        raise UserError("--draft is for a model on one rank; leave out --tensor and --pipeline, or use --lookup")
-    if skip:
-        raise UserError("--skip is for a model on one rank; leave out --tensor and --pipeline, or use --lookup")
+def check_ranks(source: str, spread: Spread, device: str, *, given: Mapping[str, object]) -> None:
+    """Refuse what a model over several ranks cannot do, before any rank is started; `given` are the values of options
+    in OF_ONE_RANK."""
+    for option, instead in OF_ONE_RANK.items():
+        if given[option]:
+            raise UserError(f"--{option} is for a model on one rank; leave out --tensor and --pipeline, or {instead}")
     check_spread(source_spec(source), spread, pick_device(device))
 
 

@@ -71,7 +71,7 @@ def _among_likeliest(chances: Tensor, top_k: Tensor | None, top_p: Tensor | None
     ordered, index = chances.topk(looked) if looked < width else chances.sort(descending=True)
     if top_k is not None:
         ordered = ordered.masked_fill(torch.arange(looked, device=chances.device) >= top_k, 0.0)
-    if looked < width and _needs_more(ordered, top_k, top_p, looked):
+    if looked < width and _needs_more(ordered, top_k, top_p, looked, width):
         return None
     if top_p is not None:
         whole = chances.sum(-1, keepdim=True)
@@ -82,11 +82,13 @@ def _among_likeliest(chances: Tensor, top_k: Tensor | None, top_p: Tensor | None
     return torch.zeros_like(chances).scatter_(-1, index, ordered)
 
 
-def _needs_more(ordered: Tensor, top_k: Tensor | None, top_p: Tensor | None, looked: int) -> bool:
-    """Whether some row keeps tokens beyond the `looked` likeliest."""
+def _needs_more(ordered: Tensor, top_k: Tensor | None, top_p: Tensor | None, looked: int, width: int) -> bool:
+    """Whether some row keeps tokens beyond the `looked` likeliest. What top-p keeps of more than these many is unknown:
+    it is a share of their sum."""
     suffices = torch.zeros(len(ordered), 1, dtype=torch.bool) if top_k is None else top_k <= looked
     if top_p is not None:
-        suffices = suffices | ((ordered.sum(-1, keepdim=True) >= top_p) & (top_p < 1))
+        reached = (ordered.sum(-1, keepdim=True) >= top_p) & (top_p < 1)
+        suffices = suffices | (reached if top_k is None else reached & (top_k >= width))
     return not bool(suffices.all())
 
 

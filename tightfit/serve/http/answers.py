@@ -73,14 +73,16 @@ class Writer:
         added = {"delta": {"content": output.text}} if self.chat else {"text": output.text}
         return self._piece(index, added, self._logprobs(output.logprobs, offsets), REASONS[output.finish])
 
-    def calls(self, index: int, answer: Answer) -> list[Json]:
-        """The pieces of a complete answer, which may have tool calls; the last has the log probabilities."""
-        rest, calls = found_calls(answer.text)
-        pieces = []
-        if rest or not calls:
-            pieces.append(self._piece(index, {"delta": {"content": rest}}, None, None))
-        for place, call in enumerate(calls):
-            pieces.append(self._piece(index, {"delta": {"tool_calls": [{"index": place, **call}]}}, None, None))
+    def text(self, index: int, text: str) -> Json:
+        """A piece of a chat's answer that may have tool calls."""
+        return self._piece(index, {"delta": {"content": text}}, None, None)
+
+    def calls(self, index: int, answer: Answer, calls: Sequence[Json]) -> list[Json]:
+        """The last pieces of an answer: its tool calls, then why it ended, with all its log probabilities."""
+        pieces = [
+            self._piece(index, {"delta": {"tool_calls": [{"index": place, **call}]}}, None, None)
+            for place, call in enumerate(calls)
+        ]
         finish = "tool_calls" if calls else REASONS[answer.finish]
         return [*pieces, self._piece(index, {"delta": {}}, self._logprobs(answer.logprobs, self.offsets()), finish)]
 

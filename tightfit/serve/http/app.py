@@ -4,11 +4,11 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -45,6 +45,7 @@ from tightfit.serve.requests.request import Request as EngineRequest
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
 
 CLIENT_GONE = 499
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         writer = Writer(adapter or served.name, tokenizer, chat=False)
         asked = ClientRequest(body, prompts, sampling, writer, adapter)
         if body.echo:
-            echoes = await until_gone(request.receive, _echoes(served, asked, echoed(body.prompt, tokenizer)))
+            reading = _echoes(served, asked, echoed(body.prompt, tokenizer))
+            echoes = await until_gone(request.receive, _in_time(served, reading))
             if echoes is None:
                 return Response(status_code=CLIENT_GONE)
             asked = replace(asked, echoes=echoes)
@@ -183,7 +185,7 @@ def _add_generation(app: FastAPI, served: Served) -> None:
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         if served.adapter_of(body.model) is not None:
             raise UserError(f"model is {body.model!r}, an adapter; embeddings are those of {served.name}")
-        return JSONResponse(await until_gone(request.receive, _embedded(served, body)))
+        return JSONResponse(await until_gone(request.receive, _in_time(served, _embedded(served, body))))
 
 
 async def _answered(served: Served, asked: ClientRequest, request: Request) -> Response:
@@ -203,6 +205,12 @@ async def _answered(served: Served, asked: ClientRequest, request: Request) -> R
     usage.answer = sum(len(answer.tokens) for answer in answers)
     usage.cached = sum(answer.cached for answer in answers[:: asked.body.n])
     return JSONResponse(asked.writer.whole(answers, usage, asked.echo))
+
+
+async def _in_time(served: Served, work: Coroutine[Any, Any, Made]) -> Made:
+    """What `work` returns; a TimeoutError where a request may not take that long."""
+    async with asyncio.timeout(served.limits.request_seconds):
+        return await work
 
 
 async def _echoes(served: Served, asked: ClientRequest, texts: list[str]) -> tuple[Echo, ...]:

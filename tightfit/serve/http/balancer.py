@@ -17,6 +17,7 @@ import h11
 from tightfit.serve.http.answers import error_body
 from tightfit.serve.http.hang_up import Receive, until_gone
 from tightfit.serve.http.metrics import written
+from tightfit.serve.http.streaming import DONE
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -62,19 +63,18 @@ class Balancer:
         return usual if self.open[usual] <= self.open[least] + SLACK else least
 
     async def _forward(self, port: int, scope: MutableMapping[str, Any], body: bytes, send: Send) -> None:
-        begun = False
+        kind = None
         try:
             async with contextlib.aclosing(_response_events(port, scope, body)) as events:
                 async for event in events:
                     if isinstance(event, h11.Response):
-                        begun = True
                         headers = [(k, v) for k, v in event.headers if k not in HOP_BY_HOP]
+                        kind = dict(headers).get(b"content-type", b"")
                         await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
                     elif isinstance(event, h11.Data):
                         await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
         except (OSError, h11.RemoteProtocolError):
-            if not begun:
-                return await _answer(send, 503, error_body("a server of this model does not answer", "server_error"))
+            return await _broken_off(send, kind)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _summed(self, scope: MutableMapping[str, Any], send: Send) -> None:
@@ -152,6 +152,16 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{kind}.complete"})
         if kind == "lifespan.shutdown":
             return
+
+
+async def _broken_off(send: Send, kind: bytes | None) -> None:
+    """Tell the client that its server is gone: by a status where no response of some `kind` has begun, by an event in a
+    stream of them, else by an end before the end."""
+    gone = error_body("a server of this model does not answer", "server_error")
+    if kind is None:
+        return await _answer(send, 503, gone)
+    if kind.startswith(b"text/event-stream"):
+        await send({"type": "http.response.body", "body": f"data: {json.dumps(gone)}\n\n{DONE}".encode()})
 
 
 async def _answer(send: Send, status: int, value: Any) -> None:

@@ -3,16 +3,17 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from tightfit.serve.http.answers import Usage, Writer, error_body
+from tightfit.serve.http.answers import Json, Usage, Writer, error_body
 from tightfit.serve.http.protocol import NO_ECHO, Echo, Generation
 from tightfit.serve.http.text_offsets import TextOffsets
+from tightfit.serve.http.tools import CallStream
 from tightfit.serve.requests.request import Answer, Output, Request
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.service import EngineDiedError, OverloadedError, Service
@@ -108,23 +109,31 @@ async def _written(
     outputs: AsyncIterator[tuple[int, Output]], asked: ClientRequest, usage: Usage
 ) -> AsyncIterator[str]:
     writer = asked.writer
-    whole: dict[int, Answer] = {}
     begun: dict[int, TextOffsets] = {}
+    reading: dict[int, tuple[CallStream, Answer]] = {}
     async for index, output in outputs:
         usage.add(output)
         if index not in begun:
-            begun[index] = writer.offsets(asked.echo(index))
+            begun[index], reading[index] = writer.offsets(asked.echo(index)), (CallStream(), Answer())
             if writer.chat or asked.echoes:
                 yield event(writer.opening(index, asked.echo(index)))
-        if not writer.reads_calls:
-            if output.text or output.finish or output.logprobs:
-                yield event(writer.piece(index, output, begun[index]))
-            continue
-        answer = whole.setdefault(index, Answer())
-        answer.add(output)
-        if output.finish is not None:
-            for piece in writer.calls(index, answer):
+        if writer.reads_calls:
+            for piece in _without_calls(index, output, *reading[index], writer):
                 yield event(piece)
+        elif output.text or output.finish or output.logprobs:
+            yield event(writer.piece(index, output, begun[index]))
+
+
+def _without_calls(index: int, output: Output, calls: CallStream, answer: Answer, writer: Writer) -> Iterator[Json]:
+    """The pieces of an answer that may have tool calls: its text as it comes, its calls at its end."""
+    answer.add(output)
+    if text := calls.push(output.text):
+        yield writer.text(index, text)
+    if output.finish is not None:
+        rest, found = calls.finish()
+        if rest:
+            yield writer.text(index, rest)
+        yield from writer.calls(index, answer, found)
 
 
 async def _all_outputs(

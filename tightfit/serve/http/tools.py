@@ -13,7 +13,9 @@ from typing import Any
 from tightfit.errors import UserError
 from tightfit.serve.http.protocol import ChatBody, Tool
 from tightfit.serve.requests.grammar import Grammar
+from tightfit.serve.requests.text_stream import overlap
 
+MARK = "<tool_call>"
 MARKED = re.compile(r"<tool_call>\s*(\{.*?\}|\[.*?\])\s*(?:</tool_call>|$)", re.DOTALL)
 Call = dict[str, Any]
 
@@ -44,6 +46,29 @@ def found_calls(text: str) -> tuple[str, list[Call]]:
         return MARKED.sub("", text).strip(), marked
     whole = _read(text.strip())
     return ("", whole) if whole else (text, [])
+
+
+class CallStream:
+    """An answer that may have calls in it, as it comes: text is shown as soon as it can be no part of one."""
+
+    def __init__(self) -> None:
+        self._text, self._shown = "", 0
+
+    def push(self, text: str) -> str:
+        """What may be shown now that `text` has come; nothing where all of the answer may be a call."""
+        self._text += text
+        if self._text.lstrip()[:1] in ("", "{", "["):
+            return ""
+        marked = self._text.find(MARK)
+        end = marked if marked >= 0 else len(self._text) - overlap(self._text, MARK)
+        shown, self._shown = self._text[self._shown : end], max(self._shown, end)
+        return shown
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The text that was not shown, and the calls, now that nothing follows."""
+        text, calls = found_calls(self._text)
+        begun = self._text[: self._shown]
+        return text.removeprefix(begun.strip() if calls else begun), calls
 
 
 def _read(text: str) -> list[Call]:

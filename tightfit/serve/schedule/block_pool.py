@@ -52,7 +52,7 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
+            self.forget(block)
             self._holders[block] = 1
             taken.append(block)
         return taken
@@ -91,7 +91,8 @@ class BlockPool:
         if digest not in self._block_of and block not in self._digest_of:
             self._digest_of[block], self._block_of[digest] = digest, block
 
-    def _forget(self, block: int) -> None:
+    def forget(self, block: int) -> None:
+        """Let `block` be found no more."""
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tightfit.serve.requests.request import Finish
-from tightfit.serve.schedule.block_pool import BlockPool
+from tightfit.serve.schedule.block_pool import BlockPool, Digest
 from tightfit.serve.schedule.sequence import Sequence
 from tightfit.serve.schedule.window_pages import WindowPages
 
@@ -144,8 +144,16 @@ class Scheduler:
         if full > sequence.remembered:
             digests = sequence.digests_of(full, self.pool.block_size)
             for index in range(sequence.remembered, full):
-                self.pool.remember(sequence.blocks[index], digests[index])
+                self._remember(sequence.blocks[index], digests[index])
             sequence.remembered = full
+
+    def _remember(self, block: int, digest: Digest) -> None:
+        """Let a full block be found; an equal one gives way to it where its page is gone, which would help nobody."""
+        if self.windows is not None:
+            for known in self.pool.find([digest]):
+                if not self.windows.has_page(known):
+                    self.pool.forget(known)
+        self.pool.remember(block, digest)
 
     def _rewind(self, length: int) -> None:
         """Have sequences that have just grown beyond `length` computed again, in the blocks they have."""

@@ -61,6 +61,10 @@ class WindowPages:
                 self._idle.move_to_end(page, last=False)
                 self.has_changed = True
 
+    def has_page(self, block: int) -> bool:
+        """Whether what layers with a window wrote for a block is still there."""
+        return bool(self.of_block[block] < self.pages)
+
     def first_seen(self, position: int) -> int:
         """The number, within its sequence, of the first block that a token at `position` sees."""
         return max(0, position - self.window + 1) // self.block_size
@@ -69,7 +73,7 @@ class WindowPages:
         """The longest beginning of a sequence's `blocks` after which the next token finds all pages that it sees."""
         most = together = 0  # `together`: how many of the blocks so far have pages, without one missing between them
         for count, block in enumerate(blocks, 1):
-            together = together + 1 if self.of_block[block] < self.pages else 0
+            together = together + 1 if self.has_page(block) else 0
             if together >= count - self.first_seen(count * self.block_size):
                 most = count
         return blocks[:most]
