@@ -52,10 +52,13 @@ DENSE: dict[str, Way] = {
     "interleaved in four": ({"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2, "data": 2}, {}),
 }
 EXPERTS: dict[str, Way] = {
+    "experts of replicas": ({"data": 4, "expert": 2}, {}),
     "experts": ({"data": 4, "zero": 3, "expert": 2}, HOST),
     "experts on hosts": ({"data": 4, "zero": 2, "expert": 4}, SHARDS_ON_HOST),
     "tensor": ({"tensor": 2, "data": 2, "zero": 1, "expert": 2}, {}),
     "stages": ({"pipeline": 2, "data": 2}, {}),
+    "pieces of rows": ({"data": 2, "context": 2, "expert": 4}, {}),
+    "fewer experts than pieces": ({"context": 4, "expert": 2}, {}),
 }
 
 

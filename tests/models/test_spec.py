@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tightfit.errors import UserError
-from tightfit.models.presets import preset
+from tightfit.models.huggingface.config import config_from_spec, spec_from_config
+from tightfit.models.presets import PRESETS, preset
 from tightfit.models.resolve import reshaped
 from tightfit.models.spec import Experts, ModelSpec, Rope
 
@@ -92,6 +93,32 @@ def test_sizes_are_changed_by_name() -> None:
     for changes, words in (({"wheels": 4}, "wheels is not a size"), ({"tied": 2}, "tied is 2")):
         with pytest.raises(UserError, match=words):
             reshaped(spec, changes, "tiny-llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "windowed"),
+    [
+        ("tiny-gemma2", 2, (0,)),
+        ("tiny-gemma2", 7, (0, 2, 4, 6)),
+        ("tiny-mistral", 2, (0, 1)),
+        ("tiny-mistral", 5, (0, 1, 2, 3, 4)),
+        ("gemma-3-1b", 13, tuple(layer for layer in range(13) if layer % 6 != 5)),
+        ("gemma-3-1b", 38, tuple(layer for layer in range(38) if layer % 6 != 5)),
+    ],
+)
+def test_windows_go_with_the_layers(name: str, layers: int, windowed: tuple[int, ...]) -> None:
+    """As the family places them, and as its config.json can say."""
+    made = reshaped(preset(name), {"layers": layers}, name)
+    assert made.window_layers == windowed
+    assert spec_from_config(config_from_spec(made, dtype="float32"), name) == made
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("tiny-")])
+def test_any_number_of_layers_can_be_saved(name: str, layers: int) -> None:
+    made = reshaped(preset(name), {"layers": layers}, name)
+    assert made.layers == layers
+    config_from_spec(made, dtype="float32")
 
 
 def test_a_shape_may_be_changed_within_reason() -> None:

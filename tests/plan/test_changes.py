@@ -137,6 +137,15 @@ def test_the_host_memory_that_is_asked_for_is_enough(model: str, on: str, length
     assert planned(model, on, length, rows, host=f"{ceil(left_open.host_peak_bytes / 1e9)}GB").plan.fits
 
 
+def test_states_kept_on_a_card_that_lacks_the_room_are_let_go() -> None:
+    """The plan without the pin fits, so that the pin is named, and not a larger card alone."""
+    pins = "levers.offload=optimizer", "levers.offload_keep_bytes=20000000000"
+    refused = planned("llama-3.1-8b", "RTX4090", 2048, 1, *pins, host="256GB")
+    assert not refused.plan.fits
+    assert planned("llama-3.1-8b", "RTX4090", 2048, 1, pins[0], host="256GB").plan.fits
+    assert "levers.offload_keep_bytes" in [change.to for change in refused.changes]
+
+
 def test_a_chip_that_shares_its_memory_keeps_nothing_elsewhere() -> None:
     refused = planned("llama-3.1-8b", "M3-24GB", 2048, 1)
     assert not refused.plan.fits

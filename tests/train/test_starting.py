@@ -40,6 +40,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "pretrained preset": {"model": {"source": "tiny-llama", "weights": "pretrained"}, "tokenizer": "model"},
     "unknown shape": {"model": {"source": "tiny-llama", "shape": {"wheels": 4}}},
     "heads that do not divide": {"model": {"source": "tiny-llama", "shape": {"heads": 3}}},
+    "shape that no config.json can say": {"model": {"source": "tiny-gpt2", "shape": {"qkv_bias": 0}}},
     "preset without a tokenizer": {"tokenizer": {"source": "model"}},
     "tokenizer that is not there": {"tokenizer": {"source": "TMP/nowhere"}},
     "directory without a tokenizer": {"tokenizer": {"source": "TMP/empty"}},

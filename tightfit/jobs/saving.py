@@ -4,9 +4,10 @@ from tightfit.jobs.layout import Layout
 
 
 def shard_holders(layout: Layout) -> int:
-    """Data ranks with different shards of the states: 1 under DDP, a ZeRO group under hybrid sharding, else all."""
+    """Data ranks with different shards of the states: under DDP those that hold all experts between them with their
+    context ranks, or 1; a ZeRO group under hybrid sharding; else all."""
     if not layout.zero:
-        return 1
+        return -(-layout.expert // layout.context)
     return layout.shard_inside or layout.data
 
 

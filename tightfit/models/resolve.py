@@ -1,7 +1,7 @@
 """From what a user typed to a ModelSpec: a preset, a directory with a config.json, that file itself, or a run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,29 @@ def reshaped(spec: ModelSpec, changes: Mapping[str, int], source: str) -> ModelS
         if isinstance(old, bool) and value not in (0, 1):
             raise UserError(f"model.shape.{name} is {value}, but a model has that or not; say true or false")
         changed[name] = type(old)(value)
-    return replace(spec, **changed)
+    return replace(_with_layers(spec, changed.get("layers", spec.layers)), **changed)
+
+
+def _with_layers(spec: ModelSpec, layers: int) -> ModelSpec:
+    """`spec` with so many layers; windows and dense MLPs leave with their layers, and continue in further ones."""
+    windowed = _continued(spec.window_layers, spec.layers, layers)
+    experts = spec.experts
+    if experts is not None:
+        experts = replace(experts, dense_layers=_continued(experts.dense_layers, spec.layers, layers))
+    window = spec.window if windowed or not spec.window_layers else None
+    return replace(spec, layers=layers, window=window, window_layers=windowed, experts=experts)
+
+
+def _continued(chosen: Collection[int], layers: int, wanted: int) -> tuple[int, ...]:
+    """Which of `wanted` layers are what the `chosen` ones of `layers` are: in their period, or else, as where the first
+    or the last are chosen, further layers are like the last."""
+    if not chosen or wanted <= layers:
+        return tuple(layer for layer in chosen if layer < wanted)
+    is_chosen = [layer in chosen for layer in range(layers)]
+    period = next((step for step in range(1, layers) if is_chosen[step:] == is_chosen[:-step]), 1)
+    while len(is_chosen) < wanted:
+        is_chosen.append(is_chosen[-period])
+    return tuple(layer for layer in range(wanted) if is_chosen[layer])
 
 
 def read_config(path: Path) -> Any:

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.futures import Future
+from torch.futures import Future, collect_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -69,7 +69,8 @@ def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
     replica = DistributedDataParallel(
         model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
     )
-    replica.register_comm_hook(mesh.get_group("data"), _sum_hook)
+    group = mesh.get_group("data")
+    replica.register_comm_hook(group, _sum_each_hook if dist.get_backend(group) == dist.Backend.GLOO else _sum_hook)
     return replica
 
 
@@ -79,6 +80,15 @@ def _sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tenso
     work = dist.all_reduce(gradients, group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda _: gradients)  # a fake group's future has no value of its own
+
+
+def _sum_each_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """The same, one gradient at a time. Gloo's order of additions depends on where in its tensor a number is, and DDP's
+    buckets are others in a run's first step than later, so that a resumed run would be rounded otherwise."""
+    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in bucket.gradients()]
+    futures: list[Future[Any]] = [work.get_future() for work in works if work is not None]
+    whole: Tensor = bucket.buffer()
+    return collect_all(futures).then(lambda _: whole)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName) -> Decoder:

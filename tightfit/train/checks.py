@@ -21,6 +21,7 @@ from tightfit.jobs.layout import Layout
 from tightfit.jobs.quantize import Quantize
 from tightfit.jobs.workload import Workload
 from tightfit.models.generate import check_prompt, prompt_tokens
+from tightfit.models.huggingface.config import config_from_spec
 from tightfit.models.loading import digest_of, has_weights, source_spec
 from tightfit.models.resolve import reshaped, resolve_spec
 from tightfit.models.spec import ModelSpec
@@ -92,6 +93,8 @@ def check_run(
         _refuse_contradictions(job, precision, position, checkpoint)
     _refuse_missing_packages(job, checkpoint, device, saves=saves)
     spec, tokenizer, data = _found(job, checkpoint, say, show_bars, ranks)
+    if saves:
+        config_from_spec(spec, dtype="float32")  # refuses a shape that a checkpoint's config.json could not say
     check_teacher(job, spec, tokenizer)
     facts = {"precision": precision, "data": data.store.fingerprint, "rows": len(data.train)}
     if job.adapter.rank is not None and saves:

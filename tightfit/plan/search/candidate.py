@@ -119,7 +119,7 @@ class Pricing:
 
     def _least_peaks(self, layout: Layout, levers: Levers) -> Peaks:
         """Peaks without activations: the same for many micro-batches, schedules and levers."""
-        key = (states_key(layout), states_on_host(levers), levers.update_in_backward)
+        key = (states_key(layout), states_on_host(levers), levers.offload_keep_bytes, levers.update_in_backward)
         if key not in self._least:
             self._least[key] = least_peaks(self.space.workload, layout, levers, self.overheads)
         return self._least[key]
