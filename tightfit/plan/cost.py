@@ -139,21 +139,19 @@ class LayoutCost:
         layout, micro, host = self.layout, self.micro_batches, self._host(levers)
         compute, recomputed, waits = host.compute, host.recomputed, host.waits
         regather_s = exposed_s((1 - recomputed.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
-        passes = self._with_traffic(compute, regather_s)
+        context = PassSeconds().plus(self.layer_context_s, self.layers)
+        passes = self._with_traffic(compute, context, regather_s)
         sends_s = 2 * self.send_s
         tensor_s = 2 * self.tensor.one_way_s + recomputed.share * self.tensor.recompute_s
         exposed_tensor_s = (1 - self.ctx.workload.engine.tensor_hidden_share) * tensor_s + regather_s
-        context = self.layer_context_s
-        context_forward_s, context_backward_s = self.layers * context.forward_s, self.layers * context.backward_s
         return StepTime(
             compute_s=micro * compute.both_s,
             recompute_s=micro * recomputed.seconds,
             launch_s=host.step_waits_s,
             tensor_s=self.tensor.once_s + micro * exposed_tensor_s,
-            context_s=micro * ((1 + recomputed.share) * context_forward_s + context_backward_s),
+            context_s=micro * ((1 + recomputed.share) * context.forward_s + context.backward_s),
             expert_s=micro * (2 + recomputed.share / 2) * self.expert_s,  # recomputation does not send tokens back
             data_s=self.data.step_s(
-                layout,
                 micro_batches=micro,
                 forward_s=passes.forward_s,
                 backward_s=passes.backward_s + recomputed.seconds + waits.both_s,
@@ -192,12 +190,12 @@ class LayoutCost:
         plain_loss_s = self.layer.plain_loss_more_s if is_plain_loss else 0.0
         return self.passes.plus(more, self.layers).plus(PassSeconds(backward_s=plain_loss_s))
 
-    def _with_traffic(self, compute: PassSeconds, regather_s: float) -> PassSeconds:
+    def _with_traffic(self, compute: PassSeconds, context: PassSeconds, regather_s: float) -> PassSeconds:
         """A micro-batch's passes with the collectives that compute waits for."""
-        context, tensor_s = self.layer_context_s, self.tensor.one_way_s
+        tensor_s, expert_s = self.tensor.one_way_s, self.expert_s
         return PassSeconds(
-            compute.forward_s + tensor_s + self.expert_s + self.layers * context.forward_s,
-            compute.backward_s + tensor_s + regather_s + self.expert_s + self.layers * context.backward_s,
+            compute.forward_s + tensor_s + expert_s + context.forward_s,
+            compute.backward_s + tensor_s + regather_s + expert_s + context.backward_s,
         )
 
     def offload(self, levers: Levers) -> OffloadTime:

@@ -17,8 +17,8 @@ CAST_UP, ADDED, CAST_DOWN = 1 + 2, 1 + 2 + 2, 2 + 1
 """Numbers read and written per weight by each step of the float32 sum: 1 for bf16, 2 for float32."""
 PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
-RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
-"""Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
+RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"].beyond(LAYER["tiles=4"])
+"""Launches that recomputation adds to a tiled layer, at any level."""
 
 
 def tile_seconds(seconds: float, levers: Levers) -> list[float]:

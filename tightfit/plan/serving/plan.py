@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import larger_cards
+from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import generation_of
@@ -62,25 +63,25 @@ class Serving:
     def ledger(self) -> Ledger:
         """The predicted ledger of the card; on a CPU, weights are in float32, or codes if an engine multiplies by
         them, with 16-bit copies."""
-        spec, small = self.spec, self.compressed
-        ledger_of = partial(serving_ledger, spec, requests=self.requests, length=self.length, cache=self.cache)
-        stored_bytes = None if small is None else small.total_bytes
-        if not isinstance(rates := self.rates, CpuStepRates):
-            expanded_bytes = 0 if small is None else max(small.expanded_bytes, self._head_expanded_bytes)
-            return ledger_of(form=self.form, stored_bytes=stored_bytes, expanded_bytes=expanded_bytes)
+        rates, small = self.rates, self.compressed
+        ledger_of = partial(serving_ledger, self.spec, requests=self.requests, length=self.length, cache=self.cache)
+        if isinstance(rates, CpuStepRates):
+            form = self.form if rates.layers_as == "int4" else "fp32"
+            stored_bytes, copied_bytes = self._bytes_on_cpu(rates)
+            on_cpu = partial(ledger_of, overheads=ON_CPU, element_bytes=FLOAT32_BYTES)
+            return on_cpu(form=form, stored_bytes=stored_bytes, copied_bytes=copied_bytes)
+        if small is None:
+            return ledger_of(form=self.form)
+        expanded_bytes = max(small.expanded_bytes, self._head_expanded_bytes)
+        return ledger_of(form=self.form, stored_bytes=small.total_bytes, expanded_bytes=expanded_bytes)
+
+    def _bytes_on_cpu(self, rates: CpuStepRates) -> tuple[int | None, int]:
+        """Bytes of a compressed model's weights, None for others, and of copies in 16 bits."""
         if (weights := self._cpu_weights) is not None:
-            stored_bytes, copied_bytes = weights.held_bytes, weights.copied_bytes
-        else:
-            copied_head = spec.vocabulary_params if rates.head_as == "fp16" else 0
-            copied_layers = layer_params(spec) if rates.layers_as == "fp16" else 0
-            copied_bytes = 2 * (copied_head + copied_layers)
-        return ledger_of(
-            form=self.form if rates.layers_as == "int4" else "fp32",
-            overheads=ON_CPU,
-            stored_bytes=stored_bytes,
-            copied_bytes=copied_bytes,
-            element_bytes=FLOAT32_BYTES,
-        )
+            return weights.held_bytes, weights.copied_bytes
+        copied_head = self.spec.vocabulary_params if rates.head_as == "fp16" else 0
+        copied_layers = layer_params(self.spec) if rates.layers_as == "fp16" else 0
+        return None, 2 * (copied_head + copied_layers)
 
     @property
     def weights_name(self) -> str:
@@ -105,10 +106,7 @@ class Serving:
     @property
     def token_seconds(self) -> float:
         """Lower bound of the seconds of a decode step: one token for every request."""
-        if isinstance(rates := self.rates, CpuStepRates):
-            return rates.reading_seconds(self.spec) + self._cache_bytes / rates.bytes_per_second
-        read_bytes = self.read_bytes + self._cache_bytes
-        return read_bytes / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
+        return self.rates.least_decode_seconds(self.spec, self.read_bytes, self._cache_bytes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -142,16 +140,16 @@ class Serving:
         if self.machine.is_cpu:
             return self._cpu_rates
         card = self.machine.accelerator
+        scheme, head = self._scheme, self._coded_head
+        rounds_inputs = scheme is not None and scheme.activations is not None
         peaks = [rate for rate in (card.rates.bf16, card.rates.fp16, card.rates.fp32) if rate is not None]
         narrow_peaks = [rate for rate in (card.rates.fp8, card.rates.int8) if rate is not None]
-        return StepRates.of(
+        return StepRates(
             bytes_per_second=card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
-            product_flops=max(peaks) * 1e12 * MEASURED.matmul,
-            narrow_flops=max(peaks + narrow_peaks) * 1e12 * MEASURED.matmul,
+            product_flops=max(peaks + narrow_peaks if rounds_inputs else peaks) * 1e12 * MEASURED.matmul,
             attention_flops=max(peaks) * 1e12 * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            scheme=self._scheme,
-            on_hopper=self._is_on_hopper,
-            head_bytes=None if self._coded_head is None else self._coded_head.bytes,
+            packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=self._is_on_hopper),
+            head_bytes=None if head is None else head.bytes,
         )
 
     @property
@@ -159,9 +157,7 @@ class Serving:
         """The measured rates of this CPU, with the formats in which an engine reads weights: 4-bit codes packed,
         float32 as it is, others from a 16-bit copy; each only if the CPU has such products, and copies only for joined
         layers."""
-        measured = None if self.machine.calibration is None else self.machine.calibration.serving
-        if measured is None:
-            raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
+        measured = self._measured_on_cpu
         if (weights := self._cpu_weights) is not None:
             return CpuStepRates(measured=measured, layers_as=weights.layers_as, head_as=weights.head_as)
         plain = measured.nearest("fp32" if self.form == "fp32" or not runs_joint(self.spec) else "fp16")
@@ -170,13 +166,20 @@ class Serving:
         return CpuStepRates(measured=measured, layers_as=coded if by_codes else plain, head_as=plain)
 
     @property
+    def _measured_on_cpu(self) -> CpuRates:
+        """What `tightfit calibrate` measured of serving on this CPU."""
+        measured = None if self.machine.calibration is None else self.machine.calibration.serving
+        if measured is None:
+            raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
+        return measured
+
+    @property
     def _cpu_weights(self) -> CpuWeights | None:
         """How this CPU holds the weights of a compressed model; None for others."""
-        measured = None if self.machine.calibration is None else self.machine.calibration.serving
-        if self.compressed is None or measured is None:
+        if self.compressed is None:
             return None
         room_bytes = HOST_SHARE * self.machine.accelerator.memory_bytes
-        return held_on_cpu(self.compressed, self.spec, frozenset(measured.products), room_bytes)
+        return held_on_cpu(self.compressed, self.spec, frozenset(self._measured_on_cpu.products), room_bytes)
 
     @property
     def _coded_head(self) -> CodedHead | None:

@@ -85,6 +85,7 @@ class StepRates:
 
     bytes_per_second: float
     product_flops: float
+    """Of 16 bits, or of 8 where the inputs of products are rounded too."""
     attention_flops: float
     packed: PackedProducts | None = None
     """None where weights are plain."""
@@ -94,33 +95,9 @@ class StepRates:
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        bytes_per_second: float,
-        product_flops: float,
-        narrow_flops: float,
-        attention_flops: float,
-        scheme: Scheme | None,
-        on_hopper: bool,
-        head_bytes: int | None,
-        element_bytes: int = ELEMENT_BYTES,
-    ) -> "StepRates":
-        """The rates for weights in `scheme`, None for plain ones.
-
-        Products run at `product_flops` or, where their inputs are rounded too, at `narrow_flops`; attention is in 16
-        bits in either case.
-        """
-        is_narrow = scheme is not None and scheme.activations is not None
-        return cls(
-            bytes_per_second=bytes_per_second,
-            product_flops=narrow_flops if is_narrow else product_flops,
-            attention_flops=attention_flops,
-            packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=on_hopper),
-            head_bytes=head_bytes,
-            element_bytes=element_bytes,
-        )
+    def least_decode_seconds(self, spec: ModelSpec, weight_bytes: float, cache_bytes: float) -> float:
+        """Lower bound of the seconds of a decode step: reading `weight_bytes` of weights and the cache once."""
+        return (weight_bytes + cache_bytes) / self.bytes_per_second
 
     def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
         """Predicted seconds of `step`, which reads `weight_bytes` of weights."""
