@@ -91,7 +91,7 @@ def test_routed_rows_are_gathered_and_added_up() -> None:
     fewer = cost(replace(spec, experts=replace(spec.experts, per_token=4, mlp_size=1536)), 4096).layer.elementwise
     bytes_each = 4 * 4096 * spec.hidden_size * 2
     bytes_s = cost(spec, 4096).ctx.rates.bytes_s
-    assert routed.gate_s - fewer.gate_s == pytest.approx(3 * bytes_each / bytes_s)
+    assert routed.mlp_s - fewer.mlp_s == pytest.approx(3 * bytes_each / bytes_s)
     assert routed.passes.backward_s - fewer.passes.backward_s == pytest.approx(7 * bytes_each / bytes_s)
 
 

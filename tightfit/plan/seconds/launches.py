@@ -148,8 +148,8 @@ class HostLaunches:
         card_forward_s, card_backward_s = self.compute.forward_s, self.compute.backward_s + self.recomputed.seconds
         host_backward_s = launches.backward_s
         if self._launches_update_before_loss:
-            host_backward_s += self._update_launch_s / max(1, self.micro_batches)
-            card_forward_s += self.update_s / max(1, self.micro_batches)
+            host_backward_s += self._update_launch_s / self.micro_batches
+            card_forward_s += self.update_s / self.micro_batches
         forward_late_s = max(0.0, launches.forward_s - card_forward_s)
         if self.levers.update_in_backward and not self.is_captured:
             began_s = 1e-3 * self.ctx.launch_share * measured.REST.backward_ms
@@ -185,7 +185,7 @@ class HostLaunches:
             return 1e-3 * self.ctx.launch_share * measured.STEP_IDLE_MS
         gaps_s = measured.GAP_SHARE * (self.micro_batches * self._reference_launches.both_s)
         updates_in_graph = self.levers.update_in_backward and self.is_captured
-        return gaps_s + self._replay_s if updates_in_graph else gaps_s  # none runs while the host prepares a replay
+        return gaps_s + self._replay_s if updates_in_graph else gaps_s  # no kernel runs while a replay is prepared
 
     @property
     def _replay_s(self) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Number
-from tightfit.hardware.efficiency import Efficiency, Shares, by_head_size
+from tightfit.hardware.efficiency import AttentionShares, Efficiency, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import REFERENCES, attention_shares, generation_of, power_factor, product_share
 from tightfit.jobs.precision import PrecisionName
@@ -60,7 +60,7 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
     card, wide = machine.accelerator, workload.precision == "fp32"
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
     shares = efficiency.shares(wide=wide)
-    attention = _attention(workload, machine, shares)
+    attention = _attention(workload, machine, shares.attention)
     as_measured = wide or machine.calibration is not None
     sustained = 1.0 if as_measured else product_share(card, peak_flop_s / 1e12) / REFERENCES["hopper"].share
     # Hopper's and Blackwell's fast copies need aligned rows; other engines pad the vocabulary.
@@ -77,43 +77,38 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
     )
 
 
-def _attention(workload: Workload, machine: Machine, shares: Shares) -> AttentionRates:
+def _attention(workload: Workload, machine: Machine, measured: AttentionShares) -> AttentionRates:
     """Rates of the engine's usual attention kernel on this card."""
     head_dim, peak_flop_s = workload.spec.head_dim, card_peak_flop_s(workload.precision, machine)
-    forward_share, backward_share = _attention_shares(workload, machine, shares, peak_flop_s / 1e12)
+    card, kernel = machine.accelerator, workload.engine.attention
+    forward_share, backward_share = measured.shares(head_dim)
+    is_measured = workload.precision == "fp32" or (machine.calibration is not None and kernel == "cudnn")
+    if not is_measured and kernel == "cudnn" and generation_of(card) == "hopper":
+        factor = power_factor(card, peak_flop_s / 1e12)
+        forward_share, backward_share = forward_share * factor, backward_share * factor
+    elif not is_measured:
+        forward_share, backward_share = attention_shares(card, kernel, peak_flop_s / 1e12, head_dim)
     return AttentionRates(
         forward_flop_s=peak_flop_s * forward_share,
         backward_flop_s=peak_flop_s * backward_share,
-        forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
-        backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
+        forward_token_keys=by_head_size(measured.forward_tokens, head_dim),
+        backward_token_keys=by_head_size(measured.backward_tokens, head_dim),
     )
-
-
-def _attention_shares(workload: Workload, machine: Machine, shares: Shares, peak_tflop_s: float) -> tuple[float, float]:
-    """Shares of the peak, forward and backward, that the engine's attention kernel reaches on this card."""
-    card, kernel, head_dim = machine.accelerator, workload.engine.attention, workload.spec.head_dim
-    measured = by_head_size(shares.attention_forward, head_dim), by_head_size(shares.attention_backward, head_dim)
-    if workload.precision == "fp32" or (machine.calibration is not None and kernel == "cudnn"):
-        return measured
-    if kernel == "cudnn" and generation_of(card) == "hopper":
-        factor = power_factor(card, peak_tflop_s)
-        return measured[0] * factor, measured[1] * factor
-    return attention_shares(card, kernel, peak_tflop_s, head_dim)
 
 
 def _own_attention(workload: Workload, efficiency: Efficiency, usual: AttentionRates) -> AttentionRates:
     """Our Triton kernel's rates: this card's usual kernel's times the ratio of the two measured on the H200; `usual`
     where no layer has a window or a soft cap, which need it."""
-    spec, own, cudnn = workload.spec, efficiency.own, efficiency.shares(wide=False)
+    spec, own = workload.spec, efficiency.own
     windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
     is_16_bit_cudnn = workload.engine.attention == "cudnn" and workload.precision != "fp32"
     if not (is_16_bit_cudnn and (windowed or spec.attention_softcap is not None)):
         return usual
-    forward_share = by_head_size(own.forward, spec.head_dim) / by_head_size(cudnn.attention_forward, spec.head_dim)
-    backward_share = by_head_size(own.backward, spec.head_dim) / by_head_size(cudnn.attention_backward, spec.head_dim)
+    own_shares, cudnn_shares = own.shares(spec.head_dim), efficiency.narrow.attention.shares(spec.head_dim)
+    forward_ratio, backward_ratio = (ours / its for ours, its in zip(own_shares, cudnn_shares, strict=True))
     return AttentionRates(
-        forward_flop_s=usual.forward_flop_s * min(1.0, forward_share),
-        backward_flop_s=usual.backward_flop_s * min(1.0, backward_share),
+        forward_flop_s=usual.forward_flop_s * min(1.0, forward_ratio),
+        backward_flop_s=usual.backward_flop_s * min(1.0, backward_ratio),
         forward_token_keys=by_head_size(own.forward_tokens, spec.head_dim),
         backward_token_keys=by_head_size(own.backward_tokens, spec.head_dim),
     )

@@ -49,5 +49,5 @@ def tiled_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeco
     copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / layer.tensor
     copies_s = 2 * layer.tokens * copied_width * ctx.workload.weight_bytes / ctx.rates.bytes_s
     sums_s = products.weights_once_s * (CAST_UP + ADDED * (tiles - 1) + CAST_DOWN)
-    again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.rope_s
+    again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.heads_s
     return PassSeconds(pieces_s + copies_s, again_s + 3 * pieces_s + sums_s + 2 * copies_s)
