@@ -74,4 +74,4 @@ def adapter_params(workload: Workload) -> RankParams:
     """The parameters that a rank updates and reduces over data ranks: the adapters'."""
     assert workload.adapted is not None
     own = float(workload.adapted.params(workload.spec))
-    return RankParams(dense=own, experts=0.0, root=0.0, owned=own, owned_embedding=0.0, owned_ends=0.0)
+    return RankParams(dense=own, owned=own)

@@ -93,18 +93,15 @@ def _biases(spec: ModelSpec) -> int:
     return 3 * spec.qkv_bias + spec.output_bias + (spec.up_projections + 1) * spec.mlp_bias
 
 
-def update_launch_s(workload: Workload, layout: Layout, levers: Levers, layers: int) -> float:
-    """Host seconds of launching the update after backward on a rank with `layers` layers; 0 with updates inside
-    backward, whose launches are backward's."""
-    if levers.update_in_backward:
-        return 0.0
+def update_launch_s(workload: Workload, levers: Levers, layers: int) -> float:
+    """Host seconds of launching the update after backward on a rank with `layers` layers."""
     spec, wide = workload.spec, workload.updates_wide
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
         name, tensors = "optimizer_states=factored", measured.USUAL_TENSORS  # most of it is for the matrices
         model = model_params(spec)
-        params = layers * (model.layer + model.layer_experts) + model.ends / layout.weight_ranks
+        params = layers * (model.layer + model.layer_experts) + model.ends  # whole: rules refuse tensor ranks and ZeRO
         further_chunks = max(0.0, params / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers)
     layer_ms = measured.UPDATE_MS[name] * tensors / measured.USUAL_TENSORS
     return 1e-3 * (measured.UPDATE_REST_MS + layers * layer_ms + further_chunks * measured.FURTHER_CHUNK_MS)
@@ -214,5 +211,5 @@ class HostLaunches:
     @cached_property
     def _update_launch_s(self) -> float:
         """The host's seconds of launching the update after backward."""
-        measured_s = update_launch_s(self.ctx.workload, self.layout, self.levers, self.layers)
+        measured_s = update_launch_s(self.ctx.workload, self.levers, self.layers)
         return self.ctx.host_share * measured_s

@@ -169,8 +169,6 @@ def mesh_traffic(
 def message_s(group: Group, message: Message, number_bytes: float) -> float:
     """Seconds of one kind of collective; broadcasts and reduces are pipelined round a ring."""
     payload_bytes = number_bytes * message.elements
-    if group.size == 1:
-        return 0.0
     if message.kind in ("broadcast", "reduce"):
         return message.calls * (CALL_S + group.hop_s) + payload_bytes / group.ring_bytes_s
     if message.kind == "all_reduce":
