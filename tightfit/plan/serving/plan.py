@@ -25,9 +25,8 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import CodedHead, HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.serving.cpu_operations import runs_joint
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
-from tightfit.plan.serving.cpu_weights import HOST_SHARE, CpuWeights, held_on_cpu
+from tightfit.plan.serving.cpu_weights import HOST_SHARE, CpuFormat, CpuWeights, format_on_cpu, held_on_cpu
 from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
 from tightfit.plan.serving.step import Step, layer_params
 
@@ -63,25 +62,20 @@ class Serving:
     def ledger(self) -> Ledger:
         """The predicted ledger of the card; on a CPU, weights are in float32, or codes if an engine multiplies by
         them, with 16-bit copies."""
-        rates, small = self.rates, self.compressed
         ledger_of = partial(serving_ledger, self.spec, requests=self.requests, length=self.length, cache=self.cache)
-        if isinstance(rates, CpuStepRates):
-            form = self.form if rates.layers_as == "int4" else "fp32"
-            stored_bytes, copied_bytes = self._bytes_on_cpu(rates)
-            on_cpu = partial(ledger_of, overheads=ON_CPU, element_bytes=FLOAT32_BYTES)
-            return on_cpu(form=form, stored_bytes=stored_bytes, copied_bytes=copied_bytes)
-        if small is None:
+        if self.machine.is_cpu:
+            on_cpu = self._weights_on_cpu
+            return ledger_of(
+                form=self.form if on_cpu.layers_as == "int4" else "fp32",
+                overheads=ON_CPU,
+                stored_bytes=on_cpu.held_bytes,
+                copied_bytes=on_cpu.copied_bytes,
+                element_bytes=FLOAT32_BYTES,
+            )
+        if (small := self.compressed) is None:
             return ledger_of(form=self.form)
         expanded_bytes = max(small.expanded_bytes, self._head_expanded_bytes)
         return ledger_of(form=self.form, stored_bytes=small.total_bytes, expanded_bytes=expanded_bytes)
-
-    def _bytes_on_cpu(self, rates: CpuStepRates) -> tuple[int | None, int]:
-        """Bytes of a compressed model's weights, None for others, and of copies in 16 bits."""
-        if (weights := self._cpu_weights) is not None:
-            return weights.held_bytes, weights.copied_bytes
-        copied_head = self.spec.vocabulary_params if rates.head_as == "fp16" else 0
-        copied_layers = layer_params(self.spec) if rates.layers_as == "fp16" else 0
-        return None, 2 * (copied_head + copied_layers)
 
     @property
     def weights_name(self) -> str:
@@ -138,7 +132,8 @@ class Serving:
     def rates(self) -> ServingRates:
         """The measured or assumed rates of the card."""
         if self.machine.is_cpu:
-            return self._cpu_rates
+            on_cpu = self._weights_on_cpu
+            return CpuStepRates(measured=self._measured_on_cpu, layers_as=on_cpu.layers_as, head_as=on_cpu.head_as)
         card = self.machine.accelerator
         scheme, head = self._scheme, self._coded_head
         rounds_inputs = scheme is not None and scheme.activations is not None
@@ -153,19 +148,6 @@ class Serving:
         )
 
     @property
-    def _cpu_rates(self) -> CpuStepRates:
-        """The measured rates of this CPU, with the formats in which an engine reads weights: 4-bit codes packed,
-        float32 as it is, others from a 16-bit copy; each only if the CPU has such products, and copies only for joined
-        layers."""
-        measured = self._measured_on_cpu
-        if (weights := self._cpu_weights) is not None:
-            return CpuStepRates(measured=measured, layers_as=weights.layers_as, head_as=weights.head_as)
-        plain = measured.nearest("fp32" if self.form == "fp32" or not runs_joint(self.spec) else "fp16")
-        coded = measured.nearest("int4")
-        by_codes = _has_4_bit_codes(self._scheme) and coded != "fp32"
-        return CpuStepRates(measured=measured, layers_as=coded if by_codes else plain, head_as=plain)
-
-    @property
     def _measured_on_cpu(self) -> CpuRates:
         """What `tightfit calibrate` measured of serving on this CPU."""
         measured = None if self.machine.calibration is None else self.machine.calibration.serving
@@ -174,10 +156,10 @@ class Serving:
         return measured
 
     @property
-    def _cpu_weights(self) -> CpuWeights | None:
-        """How this CPU holds the weights of a compressed model; None for others."""
+    def _weights_on_cpu(self) -> CpuWeights | CpuFormat:
+        """How this CPU holds the weights."""
         if self.compressed is None:
-            return None
+            return format_on_cpu(self.form, self.spec, self._measured_on_cpu)
         room_bytes = HOST_SHARE * self.machine.accelerator.memory_bytes
         return held_on_cpu(self.compressed, self.spec, frozenset(self._measured_on_cpu.products), room_bytes)
 
@@ -270,11 +252,6 @@ class Serving:
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),
         }
-
-
-def _has_4_bit_codes(scheme: Scheme | None) -> bool:
-    """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/quantized/int4_linear.py)."""
-    return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 
 
 def _coded(form: str, spec: ModelSpec) -> HeldWeights:
