@@ -81,8 +81,8 @@ def measured_rates(engine: Engine) -> ServingRates:
     rounds_inputs = scheme is not None and scheme.activations is not None
     return StepRates(
         bytes_per_second=read_bytes_per_second(device),
-        product_flops=flops * EIGHT_BIT_TIMES if rounds_inputs else flops,
-        attention_flops=flops,
+        product_flop_s=flops * EIGHT_BIT_TIMES if rounds_inputs else flops,
+        attention_flop_s=flops,
         packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=is_hopper(device)),
         head_bytes=sum(each.nbytes for each in head.buffers()) if isinstance(head, QuantizedLinear) else None,
         element_bytes=dtype.itemsize,

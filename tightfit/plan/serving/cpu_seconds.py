@@ -41,7 +41,7 @@ class CpuStepRates:
         return 4e9 / self.measured.product_ns("fp32", 1)
 
     @property
-    def product_flops(self) -> float:
+    def product_flop_s(self) -> float:
         """FLOP/s of the layers' products at the best number of rows."""
         return max(2e9 * rows / ns for rows, ns in self.measured.products[self.layers_as])
 

@@ -112,8 +112,8 @@ class Serving:
         """Lower bound of the seconds to the first token, after a prompt of `length` tokens with no other request."""
         flops = 2 * layer_params(self.spec) * self.length
         if isinstance(rates := self.rates, CpuStepRates):
-            return flops / rates.product_flops
-        return max(flops / rates.product_flops, replace(self, requests=1, length=1).token_seconds)
+            return flops / rates.product_flop_s
+        return max(flops / rates.product_flop_s, replace(self, requests=1, length=1).token_seconds)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -141,8 +141,8 @@ class Serving:
         narrow_peaks = [rate for rate in (card.rates.fp8, card.rates.int8) if rate is not None]
         return StepRates(
             bytes_per_second=card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
-            product_flops=max(peaks + narrow_peaks if rounds_inputs else peaks) * 1e12 * MEASURED.matmul,
-            attention_flops=max(peaks) * 1e12 * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
+            product_flop_s=max(peaks + narrow_peaks if rounds_inputs else peaks) * 1e12 * MEASURED.matmul,
+            attention_flop_s=max(peaks) * 1e12 * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
             packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=self._is_on_hopper),
             head_bytes=None if head is None else head.bytes,
         )
