@@ -42,7 +42,7 @@ from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.long_kernels import long_kernels
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
-from tightfit.plan.seconds.parameters import RankParams, rank_params
+from tightfit.plan.seconds.parameters import rank_params
 from tightfit.plan.seconds.passes import PassSeconds, exposed_s
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.recompute import recompute
@@ -70,7 +70,7 @@ class Costs:
         self.layout_cost = cache(partial(LayoutCost, self))
         """From a Layout to its LayoutCost."""
         self._layers: dict[object, LayerTime] = {}
-        self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
+        self._data: dict[object, DataTraffic] = {}
 
     def layer(self, layout: Layout) -> LayerTime:
         """Seconds of one layer under `layout`."""
@@ -79,14 +79,14 @@ class Costs:
             self._layers[key] = LayerTime(self.ctx, layout)
         return self._layers[key]
 
-    def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
-        """Parameters that a rank with `layers` layers updates, and data ranks' collectives over them."""
+    def data(self, layout: Layout, layers: int) -> DataTraffic:
+        """Data ranks' collectives over the parameters that a rank with `layers` layers updates."""
         key = (states_key(layout), layers)
         if key not in self._data:
             workload = self.ctx.workload
             trains_all = workload.adapted is None
             params = rank_params(workload.spec, layout, layers) if trains_all else adapter_params(workload)
-            self._data[key] = params, DataTraffic(self.ctx, layout, params, layers=layers)
+            self._data[key] = DataTraffic(self.ctx, layout, params, layers=layers)
         return self._data[key]
 
     def step(self, layout: Layout, levers: Levers) -> StepTime:
@@ -104,7 +104,8 @@ class LayoutCost:
         counts = layer_counts(workload.spec, workload.sequence_length, layout)
         self.layers = max(counts)
         self.layer = costs.layer(layout)
-        self.params, self.data = costs.data(layout, self.layers)
+        self.data = costs.data(layout, self.layers)
+        self.params = self.data.params
         self.teacher_s = teacher_s(self.ctx, layout)
         most_layers = PassSeconds().plus(self.layer.passes, self.layers)
         with_head = self.layer.head.plus(self.layer.passes, counts[0 if layout.in_v else -1])
@@ -120,6 +121,7 @@ class LayoutCost:
         self.expert_s = expert_one_way_s(self.ctx, layout, layers=self.layers, hidden_bytes=routed_bytes)
         stages = self.ctx.group(layout.tensor * layout.gradient_ranks, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
+        """Seconds of a micro-batch's sends in one direction."""
         if engine.overlaps_sends:
             self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
 

@@ -34,7 +34,7 @@ class DataTraffic:
         expert_group = ctx.group(layout.tensor * layout.expert, max(1, shards // layout.expert))
         copies_group = ctx.group(layout.ranks // layout.pipeline // layout.zero_groups, layout.zero_groups)
         reduced_bytes = FLOAT32_BYTES if workload.has_masters and engine.reduces_wide else weight_bytes
-        self.layout, self.overlaps_gradients, self.root_share = layout, engine.overlaps_gradients, params.root_share
+        self.layout, self.params, self.overlaps_gradients = layout, params, engine.overlaps_gradients
         calls = layers + 1
         if engine.bucket_bytes is not None:
             calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
@@ -70,7 +70,7 @@ class DataTraffic:
         if layout.zero < 3:
             reductions = 1 if layout.zero == 1 else micro_batches
             return gathered_s + self.unpack_s + reductions * reduced_s + self.between_copies_s
-        again = 1 - self.root_share  # gathered for backward once more
+        again = 1 - self.params.root_share  # gathered for backward once more
         both_s = exposed_s(again * self.gather_s + self.reduce_s, backward_s, self.calls)
         each_s = gathered_s + both_s + (1 + again) * self.unpack_s + self.pack_s
         return micro_batches * each_s + self.between_copies_s

@@ -125,8 +125,8 @@ class OffloadTime:
             checkpoints_s + weights.backward_s + states.backward_s - passes.backward_s,
             host.backward_s - passes.backward_s,
             cast.backward_s + states.backward_s - moving.backward_s,
-            states.backward_s - sending_s,
-            states.head_s - deferred_layers_s,
+            states.backward_s - sending_s,  # none is sent beside the deferred layers
+            states.head_s - deferred_layers_s,  # nor before the head is updated
         )
         return forward_left_s + backward_left_s + states.after_s
 

@@ -19,16 +19,16 @@ from tightfit.plan.seconds.parameters import RankParams
 
 FACTORED_PASSES = {
     "gradient widened": 1,
-    "multiplied by the clipping factor": 2,
+    "gradient multiplied by the clipping factor": 2,
     "first moment widened": 1,
-    "decayed": 2,
-    "gradient added to it": 3,
-    "narrowed": 1,
-    "root of the second moment": 1,
-    "finished in two steps": 4,
+    "first moment decayed": 2,
+    "gradient added to the first moment": 3,
+    "first moment narrowed": 1,
+    "root of the second moment made": 1,
+    "root finished in two steps": 4,
     "weight decayed": 1,
-    "changed": 4,
-    "written to the model": 1,
+    "weight changed": 4,
+    "weight read to be written to the model": 1,
 }
 """Float32 numbers read and written per weight by the operations of levers/optimizer_states.py."""
 

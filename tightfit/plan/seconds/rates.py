@@ -105,7 +105,7 @@ def _own_attention(workload: Workload, efficiency: Efficiency, usual: AttentionR
     if not (is_16_bit_cudnn and (windowed or spec.attention_softcap is not None)):
         return usual
     own_shares, cudnn_shares = own.shares(spec.head_dim), efficiency.narrow.attention.shares(spec.head_dim)
-    forward_ratio, backward_ratio = (ours / its for ours, its in zip(own_shares, cudnn_shares, strict=True))
+    forward_ratio, backward_ratio = (ours / theirs for ours, theirs in zip(own_shares, cudnn_shares, strict=True))
     return AttentionRates(
         forward_flop_s=usual.forward_flop_s * min(1.0, forward_ratio),
         backward_flop_s=usual.backward_flop_s * min(1.0, backward_ratio),
