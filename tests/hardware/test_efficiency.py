@@ -110,15 +110,15 @@ def test_attention_by_length(way: str, head: int) -> None:
     points = [(1.0, 1 / int(row.case.split()[1].split("x")[1]), row.ms / row.tflop) for row in found]
     assert len(points) == 4
     a, b = fitted(points)
-    share = by_head_size(getattr(NARROW, f"attention_{way}"), head)
+    share = by_head_size(getattr(NARROW.attention, way), head)
     if head == 64:
         assert 1e3 / a / H200_BF16_TFLOP_S == pytest.approx(share, rel=0.001)
     else:  # bursts are faster than what lasts
         assert share < 1e3 / a / H200_BF16_TFLOP_S < 1.1 * share
-    assert b / a == pytest.approx(by_head_size(getattr(NARROW, f"{way}_tokens"), head), rel=0.001)
+    assert b / a == pytest.approx(by_head_size(getattr(NARROW.attention, f"{way}_tokens"), head), rel=0.001)
     assert all((a * x + b * y) / t == pytest.approx(1, abs=0.03) for x, y, t in points)
     wide = next(row for row in rows("attention", "fp32") if row.case == f"{way} 2x2048 16/4x{head}")
-    share = by_head_size(getattr(WIDE, f"attention_{way}"), head)
+    share = by_head_size(getattr(WIDE.attention, way), head)
     assert wide.tflop / wide.ms * 1e3 == pytest.approx(share * H200_FP32_TFLOP_S, rel=0.001)
 
 
@@ -193,9 +193,8 @@ def test_windows_caps_and_wide_heads_take_what_was_measured(row: dict[str, str])
     head, length = int(heads.split("x")[1]), int(shape.split("x")[1])
     window = int(words[words.index("window") + 1]) if "window" in words else length
     keys = window - window**2 / 2 / length
-    shares = OWN if words else NARROW
-    names = (way, f"{way}_tokens") if words else (f"attention_{way}", f"{way}_tokens")
-    rate, tokens = (by_head_size(getattr(shares, name), head) for name in names)
+    kernel = OWN if words else NARROW.attention
+    rate, tokens = (by_head_size(getattr(kernel, name), head) for name in (way, f"{way}_tokens"))
     predicted_ms = float(row["tflop"]) * (1 + tokens / 2 / keys) / (rate * H200_BF16_TFLOP_S) * 1e3
     assert predicted_ms == pytest.approx(float(row["ms"]), rel=0.17)
 

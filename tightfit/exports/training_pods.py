@@ -18,6 +18,11 @@ from tightfit.plan.plan import Plan
 
 IMAGE = "pytorch/pytorch"
 PLAN_PLACE, DATA_PLACE, CLAIM = "/etc/tightfit", "/data", "data"
+MOUNTS: list[Json] = [
+    {"name": "plan", "mountPath": PLAN_PLACE, "readOnly": True},
+    {"name": CLAIM, "mountPath": DATA_PLACE},
+    {"name": "shm", "mountPath": "/dev/shm"},
+]
 
 
 def kubernetes_training(plan: Plan) -> str:
@@ -68,7 +73,7 @@ def _text(plan: Plan, *objects: Json) -> str:
 
 
 def _pod(plan: Plan, container: str, head: str) -> Json:
-    """All GPUs of one node."""
+    """One node: a container with all of its GPUs, which starts the node's ranks with the rendezvous at `head`."""
     gpus = {RESOURCES.get(plan.machine.accelerator.vendor, "nvidia.com/gpu"): plan.machine.per_node}
     plan_file = shlex.quote(f"{PLAN_PLACE}/plan.json")
     script = [
@@ -77,25 +82,17 @@ def _pod(plan: Plan, container: str, head: str) -> Json:
         f"{launch.INSTALL} >&2",
         "exec " + launch.torchrun_command(plan, f"{plan_file}{launch.overrides(plan)}", endpoint=head),
     ]
-    claim_name = f"{_name(plan)}-plan"
-    return {
-        "containers": [
-            {
-                "name": container,
-                "image": IMAGE,
-                "command": ["bash", "-c", "\n".join(script)],
-                "env": [{"name": name, "value": ""} for name in launch.open_names(plan)],
-                "resources": {"limits": gpus, "requests": gpus},
-                "volumeMounts": [
-                    {"name": "plan", "mountPath": PLAN_PLACE, "readOnly": True},
-                    {"name": CLAIM, "mountPath": DATA_PLACE},
-                    {"name": "shm", "mountPath": "/dev/shm"},
-                ],
-            }
-        ],
-        "volumes": [
-            {"name": "plan", "configMap": {"name": claim_name}},
-            {"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
+    trainer = {
+        "name": container,
+        "image": IMAGE,
+        "command": ["bash", "-c", "\n".join(script)],
+        "env": [{"name": name, "value": ""} for name in launch.open_names(plan)],
+        "resources": {"limits": gpus, "requests": gpus},
+        "volumeMounts": MOUNTS,
     }
+    volumes = [
+        {"name": "plan", "configMap": {"name": f"{_name(plan)}-plan"}},
+        {"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    return {"containers": [trainer], "volumes": volumes}

@@ -113,13 +113,12 @@ class Calibration:
         number = next(each for each in numbers if each in self.products_tflop_s and getattr(card.rates, each))
         forward, backward = self.attention_tflop_s.get(number, (0.0, 0.0))
         peak = getattr(card.rates, number)
-        return replace(
-            other,
-            products=products,
-            product_s=self.product_us * 1e-6,
-            attention_forward=((64, forward / peak),) if forward else other.attention_forward,
-            attention_backward=((64, backward / peak),) if backward else other.attention_backward,
+        attention = replace(
+            other.attention,
+            forward=((64, forward / peak),) if forward else other.attention.forward,
+            backward=((64, backward / peak),) if backward else other.attention.backward,
         )
+        return replace(other, products=products, product_s=self.product_us * 1e-6, attention=attention)
 
 
 def calibration_path() -> Path:

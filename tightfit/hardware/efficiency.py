@@ -7,7 +7,7 @@ same shares of their own peaks, which is an estimate. Host figures are of one no
 launch times of that host are in launches.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 H200_BF16_TFLOP_S = 989.4
 H200_FP8_TFLOP_S = 1978.9
@@ -18,6 +18,22 @@ ByHead = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionShares:
+    """Rates of one attention kernel, by head size."""
+
+    forward: ByHead
+    backward: ByHead
+    """Shares of the peak rate at long sequences, where only pairs of tokens count."""
+    forward_tokens: ByHead
+    backward_tokens: ByHead
+    """Fixed cost of a token, as further keys of which it sees half: diagonal blocks, row sums, dQ in float32."""
+
+    def shares(self, head_dim: int) -> tuple[float, float]:
+        """Shares of the peak rate, forward and backward."""
+        return by_head_size(self.forward, head_dim), by_head_size(self.backward, head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shares:
     """Shares of the peak rate of one number format that kernels reach."""
 
@@ -25,31 +41,28 @@ class Shares:
     """A layer's GEMMs: seconds = `product_s` + FLOPs / rate."""
     product_s: float
     """Fixed seconds per GEMM, fitted to all GEMMs of calibration.csv."""
-    attention_forward: ByHead
-    attention_backward: ByHead
-    """Attention at long sequences, where only pairs of tokens count."""
-    forward_tokens: ByHead
-    backward_tokens: ByHead
-    """Fixed cost of a token, as further keys of which it sees half: diagonal blocks, row sums, dQ in float32."""
+    attention: AttentionShares
 
 
 NARROW = Shares(
     products=671 / H200_BF16_TFLOP_S,
     product_s=3.47e-6,
-    attention_forward=(
-        (64, 473.9 / H200_BF16_TFLOP_S),
-        (128, 605 / H200_BF16_TFLOP_S),
-        (192, 595 / H200_BF16_TFLOP_S),
-        (256, 709 / H200_BF16_TFLOP_S),
+    attention=AttentionShares(
+        forward=(
+            (64, 473.9 / H200_BF16_TFLOP_S),
+            (128, 605 / H200_BF16_TFLOP_S),
+            (192, 595 / H200_BF16_TFLOP_S),
+            (256, 709 / H200_BF16_TFLOP_S),
+        ),
+        backward=(
+            (64, 445.4 / H200_BF16_TFLOP_S),
+            (128, 545 / H200_BF16_TFLOP_S),
+            (192, 360 / H200_BF16_TFLOP_S),
+            (256, 483 / H200_BF16_TFLOP_S),
+        ),
+        forward_tokens=((64, 484.0), (128, 398.9), (256, 971.0)),
+        backward_tokens=((64, 1066.8), (128, 1107.3), (256, 1434.0)),
     ),
-    attention_backward=(
-        (64, 445.4 / H200_BF16_TFLOP_S),
-        (128, 545 / H200_BF16_TFLOP_S),
-        (192, 360 / H200_BF16_TFLOP_S),
-        (256, 483 / H200_BF16_TFLOP_S),
-    ),
-    forward_tokens=((64, 484.0), (128, 398.9), (256, 971.0)),
-    backward_tokens=((64, 1066.8), (128, 1107.3), (256, 1434.0)),
 )
 """cuBLAS and cuDNN in 16 bits; lengths of 512 to 32 768 tokens; heads of 192 inside a step of DeepSeek-V2-Lite. The
 GEMMs of calibration.csv, in bursts of 15 ms, reach 744; in a step they follow one another and the card lowers its
@@ -58,27 +71,23 @@ long_attention.csv, sustained for seconds at the power limit."""
 WIDE = Shares(
     products=51.69 / H200_FP32_TFLOP_S,
     product_s=20.9e-6,
-    attention_forward=((64, 10.16 / H200_FP32_TFLOP_S), (128, 6.216 / H200_FP32_TFLOP_S)),
-    attention_backward=((64, 6.679 / H200_FP32_TFLOP_S), (128, 6.56 / H200_FP32_TFLOP_S)),
-    forward_tokens=((64, 0.0),),
-    backward_tokens=((64, 0.0),),
+    attention=AttentionShares(
+        forward=((64, 10.16 / H200_FP32_TFLOP_S), (128, 6.216 / H200_FP32_TFLOP_S)),
+        backward=((64, 6.679 / H200_FP32_TFLOP_S), (128, 6.56 / H200_FP32_TFLOP_S)),
+        forward_tokens=((64, 0.0),),
+        backward_tokens=((64, 0.0),),
+    ),
 )
 """Float32 without TF32: cuBLAS, and our attention at 2048 tokens, whose exact products use no tensor cores."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnAttention:
-    """Our Triton attention kernel, for windows and soft caps: fields as in Shares."""
-
-    forward: ByHead = ((64, 447 / H200_BF16_TFLOP_S), (128, 502 / H200_BF16_TFLOP_S), (256, 435 / H200_BF16_TFLOP_S))
-    backward: ByHead = ((64, 267 / H200_BF16_TFLOP_S), (128, 360 / H200_BF16_TFLOP_S), (256, 150 / H200_BF16_TFLOP_S))
-    forward_tokens: ByHead = ((64, 800.0), (128, 800.0), (256, 650.0))
-    backward_tokens: ByHead = ((64, 670.0), (128, 670.0), (256, 250.0))
-    """Heads of 128 from windows of 1024 and 4096 in 8192 tokens, of 256 from capped rows and windows
-    (calibration.csv, "attention" with "window" or "capped"); of 64 from flash_blocks.csv and kernels.csv."""
-
-
-OWN = OwnAttention()
+OWN = AttentionShares(
+    forward=((64, 447 / H200_BF16_TFLOP_S), (128, 502 / H200_BF16_TFLOP_S), (256, 435 / H200_BF16_TFLOP_S)),
+    backward=((64, 267 / H200_BF16_TFLOP_S), (128, 360 / H200_BF16_TFLOP_S), (256, 150 / H200_BF16_TFLOP_S)),
+    forward_tokens=((64, 800.0), (128, 800.0), (256, 650.0)),
+    backward_tokens=((64, 670.0), (128, 670.0), (256, 250.0)),
+)
+"""Our Triton attention kernel, for windows and soft caps. Heads of 128 from windows of 1024 and 4096 in 8192 tokens, of
+256 from capped rows and windows (calibration.csv, "attention" with "window" or "capped"); of 64 from flash_blocks.csv
+and kernels.csv."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +103,7 @@ class Efficiency:
     """Causal attention of 2 × 8192 tokens by head size (kernel_parts.csv, cuDNN: 1.206 and 1.750 ms)."""
     attention_backward: ByHead = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
     """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
-    own: "OwnAttention" = field(default_factory=lambda: OWN)
+    own: AttentionShares = OWN
     bandwidth: float = 4136 / H200_GB_S
     """A copy on the card, bytes read plus bytes written (kernels.csv, copy_gb_s)."""
     fp8_tensor: float = 1348.6 / H200_FP8_TFLOP_S

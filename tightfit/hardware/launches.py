@@ -16,7 +16,12 @@ class Launch(NamedTuple):
     forward_ms: float
     backward_ms: float
 
+    def beyond(self, base: "Launch") -> "Launch":
+        """What this takes longer than `base`."""
+        return Launch(self.forward_ms - base.forward_ms, self.backward_ms - base.backward_ms)
 
+
+NOTHING = Launch(0.0, 0.0)
 REST = Launch(2.992, 1.783)
 """Launches of a step outside the layers: batch, embedding, loss."""
 LAYER: dict[str, Launch] = {

@@ -157,20 +157,22 @@ def make_workload(
         raise UserError(f"sequence_length is {length}; give at least 2")
     if tokens is not None:
         rows = rows_of_tokens(tokens, length, machine.ranks)
-    if precision is None:
-        rates = machine.accelerator.rates
-        narrowest: PrecisionName = "bf16" if rates.bf16 else "fp16" if rates.fp16 else "fp32"
-        precision = "fp32" if machine.is_cpu else narrowest
-    if length > spec.max_positions:
-        spec = replace(spec, max_positions=length)
     workload = Workload(
-        spec=spec,
+        spec=replace(spec, max_positions=max(length, spec.max_positions)),
         sequence_length=length,
         global_batch=1 if rows is None else rows,
-        precision=precision,
+        precision=precision or default_precision(machine),
         engine_name=engine,
     )
     return replace(workload, global_batch=default_rows(workload, machine)) if rows is None else workload
+
+
+def default_precision(machine: Machine) -> PrecisionName:
+    """bf16 where the card has it, else fp16; float32 on a CPU, and on a card with neither."""
+    rates = machine.accelerator.rates
+    if machine.is_cpu or not (rates.bf16 or rates.fp16):
+        return "fp32"
+    return "bf16" if rates.bf16 else "fp16"
 
 
 def default_rows(workload: Workload, machine: Machine) -> int:

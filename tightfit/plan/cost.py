@@ -42,7 +42,7 @@ from tightfit.plan.seconds.layer import LayerTime
 from tightfit.plan.seconds.long_kernels import long_kernels
 from tightfit.plan.seconds.offload import OffloadTime
 from tightfit.plan.seconds.optimizer import update_s
-from tightfit.plan.seconds.parameters import RankParams, rank_params
+from tightfit.plan.seconds.parameters import rank_params
 from tightfit.plan.seconds.passes import PassSeconds, exposed_s
 from tightfit.plan.seconds.pipeline import bubble_s
 from tightfit.plan.seconds.recompute import recompute
@@ -70,7 +70,7 @@ class Costs:
         self.layout_cost = cache(partial(LayoutCost, self))
         """From a Layout to its LayoutCost."""
         self._layers: dict[object, LayerTime] = {}
-        self._data: dict[object, tuple[RankParams, DataTraffic]] = {}
+        self._data: dict[object, DataTraffic] = {}
 
     def layer(self, layout: Layout) -> LayerTime:
         """Seconds of one layer under `layout`."""
@@ -79,14 +79,14 @@ class Costs:
             self._layers[key] = LayerTime(self.ctx, layout)
         return self._layers[key]
 
-    def data(self, layout: Layout, layers: int) -> tuple[RankParams, DataTraffic]:
-        """Parameters that a rank with `layers` layers updates, and data ranks' collectives over them."""
+    def data(self, layout: Layout, layers: int) -> DataTraffic:
+        """Data ranks' collectives over the parameters that a rank with `layers` layers updates."""
         key = (states_key(layout), layers)
         if key not in self._data:
             workload = self.ctx.workload
             trains_all = workload.adapted is None
             params = rank_params(workload.spec, layout, layers) if trains_all else adapter_params(workload)
-            self._data[key] = params, DataTraffic(self.ctx, layout, params, layers=layers)
+            self._data[key] = DataTraffic(self.ctx, layout, params, layers=layers)
         return self._data[key]
 
     def step(self, layout: Layout, levers: Levers) -> StepTime:
@@ -104,7 +104,8 @@ class LayoutCost:
         counts = layer_counts(workload.spec, workload.sequence_length, layout)
         self.layers = max(counts)
         self.layer = costs.layer(layout)
-        self.params, self.data = costs.data(layout, self.layers)
+        self.data = costs.data(layout, self.layers)
+        self.params = self.data.params
         self.teacher_s = teacher_s(self.ctx, layout)
         most_layers = PassSeconds().plus(self.layer.passes, self.layers)
         with_head = self.layer.head.plus(self.layer.passes, counts[0 if layout.in_v else -1])
@@ -120,6 +121,7 @@ class LayoutCost:
         self.expert_s = expert_one_way_s(self.ctx, layout, layers=self.layers, hidden_bytes=routed_bytes)
         stages = self.ctx.group(layout.tensor * layout.gradient_ranks, layout.pipeline)
         self.send_s = layout.stages_per_rank * stages.send_s(self.stream_bytes)
+        """Seconds of a micro-batch's sends in one direction."""
         if engine.overlaps_sends:
             self.send_s /= layout.stages_per_rank  # the first of a micro-batch's only
 
@@ -139,21 +141,19 @@ class LayoutCost:
         layout, micro, host = self.layout, self.micro_batches, self._host(levers)
         compute, recomputed, waits = host.compute, host.recomputed, host.waits
         regather_s = exposed_s((1 - recomputed.share) * self.tensor.regather_s, compute.backward_s, 2 * self.layers)
-        passes = self._with_traffic(compute, regather_s)
+        context = PassSeconds().plus(self.layer_context_s, self.layers)
+        passes = self._with_traffic(compute, context, regather_s)
         sends_s = 2 * self.send_s
         tensor_s = 2 * self.tensor.one_way_s + recomputed.share * self.tensor.recompute_s
         exposed_tensor_s = (1 - self.ctx.workload.engine.tensor_hidden_share) * tensor_s + regather_s
-        context = self.layer_context_s
-        context_forward_s, context_backward_s = self.layers * context.forward_s, self.layers * context.backward_s
         return StepTime(
             compute_s=micro * compute.both_s,
             recompute_s=micro * recomputed.seconds,
             launch_s=host.step_waits_s,
             tensor_s=self.tensor.once_s + micro * exposed_tensor_s,
-            context_s=micro * ((1 + recomputed.share) * context_forward_s + context_backward_s),
+            context_s=micro * ((1 + recomputed.share) * context.forward_s + context.backward_s),
             expert_s=micro * (2 + recomputed.share / 2) * self.expert_s,  # recomputation does not send tokens back
             data_s=self.data.step_s(
-                layout,
                 micro_batches=micro,
                 forward_s=passes.forward_s,
                 backward_s=passes.backward_s + recomputed.seconds + waits.both_s,
@@ -192,12 +192,12 @@ class LayoutCost:
         plain_loss_s = self.layer.plain_loss_more_s if is_plain_loss else 0.0
         return self.passes.plus(more, self.layers).plus(PassSeconds(backward_s=plain_loss_s))
 
-    def _with_traffic(self, compute: PassSeconds, regather_s: float) -> PassSeconds:
+    def _with_traffic(self, compute: PassSeconds, context: PassSeconds, regather_s: float) -> PassSeconds:
         """A micro-batch's passes with the collectives that compute waits for."""
-        context, tensor_s = self.layer_context_s, self.tensor.one_way_s
+        tensor_s, expert_s = self.tensor.one_way_s, self.expert_s
         return PassSeconds(
-            compute.forward_s + tensor_s + self.expert_s + self.layers * context.forward_s,
-            compute.backward_s + tensor_s + regather_s + self.expert_s + self.layers * context.backward_s,
+            compute.forward_s + tensor_s + expert_s + context.forward_s,
+            compute.backward_s + tensor_s + regather_s + expert_s + context.backward_s,
         )
 
     def offload(self, levers: Levers) -> OffloadTime:

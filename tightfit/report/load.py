@@ -26,7 +26,7 @@ def print_load(
     if as_json:
         told = {"model": model, "rows": [asdict(row) for row in rows]}
         return print_json(told | {name: [asdict(row) for row in theirs] for name, theirs in (peers or {}).items()})
-    read, products = rates.bytes_per_second / 1e9, rates.product_flops / 1e12
+    read, products = rates.bytes_per_second / 1e9, rates.product_flop_s / 1e12
     print(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
     print(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
     print("and the most that reading weights, keys and values allows")

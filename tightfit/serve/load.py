@@ -21,7 +21,7 @@ from tightfit.kernels.quantized.packed_blocks import is_hopper
 from tightfit.memory.formulas.serving import cache_bytes_per_token
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
-from tightfit.plan.serving.seconds import ServingRates, StepRates
+from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
 from tightfit.plan.serving.step import Step
 from tightfit.serve.cpu_timing import measure_cpu_rates
 from tightfit.serve.engine import Engine
@@ -78,13 +78,12 @@ def measured_rates(engine: Engine) -> ServingRates:
     flops = product_flops_per_second(device, dtype)
     layers, head = engine.model.layers.modules(), engine.model.head
     scheme = next((each.scheme for each in layers if isinstance(each, QuantizedLinear)), None)
-    return StepRates.of(
+    rounds_inputs = scheme is not None and scheme.activations is not None
+    return StepRates(
         bytes_per_second=read_bytes_per_second(device),
-        product_flops=flops,
-        narrow_flops=flops * EIGHT_BIT_TIMES,
-        attention_flops=flops,
-        scheme=scheme,
-        on_hopper=is_hopper(device),
+        product_flop_s=flops * EIGHT_BIT_TIMES if rounds_inputs else flops,
+        attention_flop_s=flops,
+        packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=is_hopper(device)),
         head_bytes=sum(each.nbytes for each in head.buffers()) if isinstance(head, QuantizedLinear) else None,
         element_bytes=dtype.itemsize,
     )

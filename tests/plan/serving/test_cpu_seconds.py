@@ -126,7 +126,9 @@ def test_experts_are_multiplied_by_the_tokens_that_come_to_them() -> None:
     step = Step(tokens=16, answers=1, pairs=0, cache_bytes=0)
     head = 32_000 * 4096 * RATES.product_ns("fp32", 1)
     assert rates.products_seconds(spec, step) == pytest.approx(1e-9 * (routed + dense + head), rel=1e-6)
-    assert rates.reading_seconds(spec) == pytest.approx(0.2e-9 * (spec.params(active=True) - 32_000 * 4096), rel=1e-6)
+    assert rates.least_decode_seconds(spec, 0.0, 0.0) == pytest.approx(
+        0.2e-9 * (spec.params(active=True) - 32_000 * 4096), rel=1e-6
+    )
 
 
 def test_a_plan_counts_with_them() -> None:

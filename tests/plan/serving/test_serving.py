@@ -94,8 +94,8 @@ def test_attention_is_as_fast_with_rounded_inputs_as_without() -> None:
     plain, packed = (serving("llama-3.1-8b", "H200", form).rates for form in ("bf16", "w8a8"))
     assert isinstance(plain, StepRates)
     assert isinstance(packed, StepRates)
-    assert packed.product_flops > 1.9 * plain.product_flops
-    assert packed.attention_flops == plain.attention_flops
+    assert packed.product_flop_s > 1.9 * plain.product_flop_s
+    assert packed.attention_flop_s == plain.attention_flop_s
 
 
 def test_a_coded_projection_is_read_as_codes() -> None:
@@ -207,7 +207,7 @@ def test_every_term_of_a_step_alone() -> None:
     """By hand, for one query of a model whose other terms take no time."""
     spec, never = preset("llama-3.2-1b"), float("inf")
     still = StepRates(
-        bytes_per_second=never, product_flops=never, attention_flops=never, layer_s=0.0, first_token_s=0.0
+        bytes_per_second=never, product_flop_s=never, attention_flop_s=never, layer_s=0.0, first_token_s=0.0
     )
     step = Step(tokens=5, answers=2, pairs=12.5, cache_bytes=1e6)
 
@@ -218,18 +218,18 @@ def test_every_term_of_a_step_alone() -> None:
     moved = 5 * 16 * 2 * (10 * 2048 + 2 * 2048 + 4 * 512 + 4 * 8192)
     assert seconds(bytes_per_second=1e12) == pytest.approx((3e9 + 1e6 + moved) / 1e12)
     head, layers = 128_256 * 2048, spec.params() - 128_256 * 2048
-    assert seconds(product_flops=1e12) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)
+    assert seconds(product_flop_s=1e12) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)
     slow = PackedProducts(read_share=0.5, most_tokens=5, product_share=0.1)
     assert seconds(bytes_per_second=1e12, packed=slow) == pytest.approx((6e9 + 1e6 + moved) / 1e12)
-    assert seconds(product_flops=1e12, packed=slow) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)  # few tokens
+    assert seconds(product_flop_s=1e12, packed=slow) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)  # few tokens
     expanded = replace(slow, most_tokens=4)
     read_bytes = 3e9 + 2 * layers + 2 * (layers + head)  # codes, 16 bits written, and read again
     assert seconds(bytes_per_second=1e12, packed=expanded) == pytest.approx((read_bytes + 1e6 + moved) / 1e12)
-    assert seconds(product_flops=1e12, packed=expanded) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)
+    assert seconds(product_flop_s=1e12, packed=expanded) == pytest.approx(2 * (5 * layers + 2 * head) / 1e12)
     some = replace(step, tokens=20)
-    taken = replace(still, product_flops=1e12, packed=replace(slow, most_tokens=20)).step_seconds(spec, 3e9, some)
+    taken = replace(still, product_flop_s=1e12, packed=replace(slow, most_tokens=20)).step_seconds(spec, 3e9, some)
     assert taken == pytest.approx(2 * (20 * layers / 0.1 + 2 * head) / 1e12)
-    assert seconds(attention_flops=1e12) == pytest.approx(4 * 12.5 * 2048 * 16 / 1e12)
+    assert seconds(attention_flop_s=1e12) == pytest.approx(4 * 12.5 * 2048 * 16 / 1e12)
     assert seconds(layer_s=1e-3) == pytest.approx(16e-3)
 
 

@@ -65,9 +65,9 @@ def _without_a_pin(space: SearchSpace) -> Iterator[tuple[str, Variants]]:
 
 def _lever_changes(space: SearchSpace) -> list[Change | None]:
     """Levers that the search leaves out and each of which is enough; if none is, pairs of them, and so on."""
-    rows = [row for row in LEVER_TABLE if row.advice is not None and row.name not in space.pins.levers]
-    for count in range(1, len(rows) + 1):
-        several = ([(row.name, *row.advice) for row in some if row.advice] for some in combinations(rows, count))
+    advised = [(row.name, *row.advice) for row in LEVER_TABLE if row.advice and row.name not in space.pins.levers]
+    for count in range(1, len(advised) + 1):
+        several = combinations(advised, count)
         found = [_smallest(" and ".join(what for _, what, _ in some), _with_levers(space, some)) for some in several]
         if any(found):
             return found

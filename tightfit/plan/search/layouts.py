@@ -139,22 +139,26 @@ class Layouts:
         if not {"micro_batch", "data", "context"} & set(self.pins):
             micros = [micro for micro in micros if math.gcd(micro, degrees["context"]) == 1]
         fixed = {name: self.pins[name] for name in NOT_SEARCHED if name in self.pins}
-        for micro, (schedule, stages) in product(micros, self._orders(pipeline)):
+        for micro, (schedule, stages) in product(micros, self._schedules(pipeline)):
             leaves_gaps = stages > 1 and rows // micro % pipeline
             if not leaves_gaps and not (schedule == "2bw" and rows // micro < pipeline):
-                order: dict[str, Any] = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
-                yield _layout(**degrees, **order, **fixed)
+                tried: dict[str, Any] = {"micro_batch": micro, "schedule": schedule, "stages_per_rank": stages}
+                yield _layout(**degrees, **tried, **fixed)
 
-    def _orders(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
+    def _schedules(self, pipeline: int) -> list[tuple[PipelineSchedule, int]]:
         """Schedules to try with a pipeline of so many ranks, each with its stages per rank."""
-        orders: list[tuple[PipelineSchedule, int]] = [("1f1b", 1)]
+        found: list[tuple[PipelineSchedule, int]] = [("1f1b", 1)]
         if pipeline > 1:
             several = (self.pins["stages_per_rank"],) if "stages_per_rank" in self.pins else STAGES_PER_RANK
-            orders += [("zero-bubble", 1), ("zb-v", 2), *(("interleaved", stages) for stages in several)]
-            orders += [(schedule, 1) for schedule in ON_REQUEST]
+            found += [("zero-bubble", 1), ("zb-v", 2), *(("interleaved", stages) for stages in several)]
+            found += [(schedule, 1) for schedule in ON_REQUEST]
         wanted = self.pins.get("schedule", None if pipeline > 1 else "1f1b")
-        orders = [order for order in orders if (order[0] == wanted if wanted else order[0] not in ON_REQUEST)]
-        return [order for order in orders if self._allows("stages_per_rank", order[1])]
+        return [
+            (schedule, stages)
+            for schedule, stages in found
+            if (schedule == wanted if wanted else schedule not in ON_REQUEST)
+            and self._allows("stages_per_rank", stages)
+        ]
 
 
 @lru_cache(maxsize=2**16)

@@ -34,7 +34,7 @@ class RuleCache:
 
 
 @lru_cache(maxsize=16)
-def _known_refusals(workload: Workload) -> dict[Layout, str | None]:
+def _refusals_without_levers(workload: Workload) -> dict[Layout, str | None]:
     """A cache for `SearchSpace.reason`: what the rules say of layouts without levers, whatever is pinned."""
     return {}
 
@@ -97,20 +97,17 @@ class SearchSpace:
         """The sentence with which the rules refuse `layout`, or all levers in it; None where they allow it."""
         reasons = self.rule_cache.reasons
         if layout not in reasons:
-            reasons[layout] = self._refusal_without_levers(layout)
+            without_levers = self._refusals_without_levers
+            if layout not in without_levers:
+                without_levers[layout] = self.refusal(layout, NO_LEVERS)
+            reasons[layout] = without_levers[layout]
             if reasons[layout] is None and self.pins.levers and not self.levers_of(layout):
                 reasons[layout] = self.refusal(layout, self.levers()[0])
         return reasons[layout]
 
-    def _refusal_without_levers(self, layout: Layout) -> str | None:
-        known = self._known_refusals
-        if layout not in known:
-            known[layout] = self.refusal(layout, NO_LEVERS)
-        return known[layout]
-
     @cached_property
-    def _known_refusals(self) -> dict[Layout, str | None]:
-        return _known_refusals(self.workload)
+    def _refusals_without_levers(self) -> dict[Layout, str | None]:
+        return _refusals_without_levers(self.workload)
 
     def refusal(self, layout: Layout, levers: Levers) -> str | None:
         """The sentence with which the rules refuse a layout with levers; None where they allow it."""

@@ -9,7 +9,7 @@ through float32 copies.
 
 from dataclasses import replace
 
-from tightfit.hardware.launches import EXPANDED, FROZEN, Launch
+from tightfit.hardware.launches import EXPANDED, FROZEN, NOTHING, Launch
 from tightfit.jobs.adapter import Adapted
 from tightfit.jobs.projections import Projection, linear_shapes
 from tightfit.jobs.workload import Workload
@@ -64,7 +64,7 @@ def adapter_launch(workload: Workload) -> Launch:
     """Launches of a layer with adapters beyond those of a trained layer."""
     adapted = workload.adapted
     if adapted is None:
-        return Launch(0.0, 0.0)
+        return NOTHING
     own = len(adapted.matrices(workload.spec)) // 2
     coded = len(linear_shapes(workload.spec)) if adapted.base.scheme is not None else 0
     return Launch(*(own * each + coded * more for each, more in zip(FROZEN, EXPANDED, strict=True)))
@@ -74,4 +74,4 @@ def adapter_params(workload: Workload) -> RankParams:
     """The parameters that a rank updates and reduces over data ranks: the adapters'."""
     assert workload.adapted is not None
     own = float(workload.adapted.params(workload.spec))
-    return RankParams(dense=own, experts=0.0, root=0.0, owned=own, owned_embedding=0.0, owned_ends=0.0)
+    return RankParams(dense=own, owned=own)

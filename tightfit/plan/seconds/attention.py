@@ -17,6 +17,9 @@ from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.rates import Rates
 
 BACKWARD_WORK = 2.5
+UNFUSED_SCORE_PASSES = 10.0, 14.0
+"""Passes over the score matrix without a flash kernel, forward and backward: written, masked, softmax, dropout, read by
+the next product; backward the same with gradients."""
 L2_BYTES = 50e6
 """L2 cache of an H100 and an H200; cards of other generations have 6 to 128 MB."""
 MISSED_MORE = 0.22
@@ -40,13 +43,13 @@ def _row_pairs(spec: ModelSpec, sequence_length: int) -> tuple[tuple[float, floa
 def layer_attention(ctx: CostContext, *, tokens: float, tensor: int) -> PassSeconds:
     """Attention of one layer for `tokens` queries; tensor ranks split heads."""
     spec, rates, sequence_length = ctx.workload.spec, ctx.rates, ctx.workload.sequence_length
-    if rates.score_passes[0]:
+    if ctx.workload.engine.attention == "unfused":
         return _unfused(spec, rates, scores=tokens * sequence_length * spec.heads / tensor)
     pair_flops = 4 * spec.query_size / tensor
     missed = max(0.0, 1 - L2_BYTES / (4 * sequence_length * spec.head_dim))
     forward_s = backward_s = 0.0
-    own = rates.own_attention or rates.attention
-    kernels = own, own if spec.attention_softcap is not None else rates.attention
+    own, usual = rates.own_attention, rates.attention
+    kernels = own, usual if spec.attention_softcap is None else own
     for kernel, (share, row_pairs) in zip(kernels, _row_pairs(spec, sequence_length), strict=True):
         pairs = tokens / sequence_length * row_pairs
         forward_flops = pair_flops * (pairs + tokens * kernel.forward_token_keys / 2)
@@ -59,7 +62,7 @@ def layer_attention(ctx: CostContext, *, tokens: float, tensor: int) -> PassSeco
 def _unfused(spec: ModelSpec, rates: Rates, *, scores: float) -> PassSeconds:
     """Attention without a flash kernel: plain products over all pairs, masked ones too, and passes over the scores."""
     flops = 4 * scores * spec.head_dim
-    forward_passes, backward_passes = rates.score_passes
+    forward_passes, backward_passes = UNFUSED_SCORE_PASSES
     score_bytes = 2 * scores
     return PassSeconds(
         forward_s=flops / rates.product_flop_s + forward_passes * score_bytes / rates.bytes_s,

@@ -18,11 +18,9 @@ from collections.abc import Callable
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.plan.seconds.cost_context import CostContext
+from tightfit.plan.seconds.groups import Group
 from tightfit.plan.seconds.parameters import RankParams
 from tightfit.plan.seconds.passes import exposed_s
-
-Seconds = Callable[[float], float]
-"""From the payload of a collective to its seconds."""
 
 
 class DataTraffic:
@@ -36,20 +34,21 @@ class DataTraffic:
         expert_group = ctx.group(layout.tensor * layout.expert, max(1, shards // layout.expert))
         copies_group = ctx.group(layout.ranks // layout.pipeline // layout.zero_groups, layout.zero_groups)
         reduced_bytes = FLOAT32_BYTES if workload.has_masters and engine.reduces_wide else weight_bytes
-        self.engine, self.params = engine, params
-        self.calls = calls = layers + 1
+        self.layout, self.params, self.overlaps_gradients = layout, params, engine.overlaps_gradients
+        calls = layers + 1
         if engine.bucket_bytes is not None:
-            self.calls = calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
+            calls = max(1, round(params.all * reduced_bytes / engine.bucket_bytes))
+        self.calls = calls
 
-        def collectives_s(dense: Seconds, experts: Seconds, bytes_each: int) -> float:
-            dense_s = dense(params.dense * bytes_each / calls)
-            experts_s = experts(params.experts * bytes_each / calls) if params.experts else 0.0
+        def collectives_s(one_s: Callable[[Group, float], float], bytes_each: int) -> float:
+            dense_s = one_s(dense_group, params.dense * bytes_each / calls)
+            experts_s = one_s(expert_group, params.experts * bytes_each / calls) if params.experts else 0.0
             return calls * (dense_s + experts_s)
 
         summed_bytes = weight_bytes if engine.overlaps_gradients else reduced_bytes
-        self.gather_s = collectives_s(dense_group.all_gather_s, expert_group.all_gather_s, weight_bytes)
-        self.reduce_s = collectives_s(dense_group.all_gather_s, expert_group.all_gather_s, reduced_bytes)
-        self.all_reduce_s = collectives_s(dense_group.all_reduce_s, expert_group.all_reduce_s, summed_bytes)
+        self.gather_s = collectives_s(Group.all_gather_s, weight_bytes)
+        self.reduce_s = collectives_s(Group.all_gather_s, reduced_bytes)  # a reduce-scatter takes as long
+        self.all_reduce_s = collectives_s(Group.all_reduce_s, summed_bytes)
         byte_each_s = params.all / ctx.rates.bytes_s
         self.unpack_s = 2 * weight_bytes * byte_each_s
         """Seconds to copy gathered weights out of the all-gather buffer (compute stream)."""
@@ -57,12 +56,13 @@ class DataTraffic:
         """Seconds to cast gradients to fp32 into the reduce-scatter buffer (communication stream)."""
         self.between_copies_s = copies_group.all_reduce_s(params.owned * reduced_bytes)
 
-    def step_s(self, layout: Layout, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
+    def step_s(self, *, micro_batches: int, forward_s: float, backward_s: float) -> float:
         """Exposed seconds of a step whose micro-batches take `forward_s` and `backward_s`."""
+        layout = self.layout
         if layout.gradient_ranks == 1:
             return 0.0
-        if not self.engine.overlaps_gradients:
-            return self._alone_s(layout, micro_batches)
+        if not self.overlaps_gradients:
+            return self._alone_s(micro_batches)
         if layout.zero == 0:
             return self.all_reduce_s if layout.pipeline > 1 else exposed_s(self.all_reduce_s, backward_s, self.calls)
         gathered_s = exposed_s(self.gather_s, forward_s, self.calls)
@@ -70,15 +70,15 @@ class DataTraffic:
         if layout.zero < 3:
             reductions = 1 if layout.zero == 1 else micro_batches
             return gathered_s + self.unpack_s + reductions * reduced_s + self.between_copies_s
-        again = 1 - self.params.root_share
+        again = 1 - self.params.root_share  # gathered for backward once more
         both_s = exposed_s(again * self.gather_s + self.reduce_s, backward_s, self.calls)
         each_s = gathered_s + both_s + (1 + again) * self.unpack_s + self.pack_s
         return micro_batches * each_s + self.between_copies_s
 
-    def _alone_s(self, layout: Layout, micro_batches: int) -> float:
+    def _alone_s(self, micro_batches: int) -> float:
         """Seconds of a step for an engine without overlap: reductions after backward, all-gathers before forward."""
-        if layout.zero == 0:
+        if self.layout.zero == 0:
             return self.all_reduce_s
-        reductions = 1 if layout.zero == 1 else micro_batches
-        gathers = 2 * micro_batches if layout.zero == 3 else 1
+        reductions = 1 if self.layout.zero == 1 else micro_batches
+        gathers = 2 * micro_batches if self.layout.zero == 3 else 1
         return gathers * self.gather_s + reductions * self.reduce_s + self.between_copies_s

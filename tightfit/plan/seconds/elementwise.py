@@ -65,12 +65,12 @@ class Elementwise:
 
         forward = _token_numbers(spec, passes, backward=False)
         self.norms_s = stream_s * forward.norms
-        self.rope_s = split_s * forward.heads
-        self.gate_s = split_s * (forward.gate + forward.experts)
+        self.heads_s = split_s * forward.heads
+        self.mlp_s = split_s * (forward.gate + forward.experts)
         backward = _token_numbers(spec, passes, backward=True)
         backward_s = stream_s * backward.norms + split_s * (backward.heads + backward.gate + backward.experts)
-        self.passes = PassSeconds(self.norms_s + self.rope_s + self.gate_s, backward_s)
-        """Norms, rope and gate together."""
+        self.passes = PassSeconds(self.norms_s + self.heads_s + self.mlp_s, backward_s)
+        """All of these together."""
 
         logits_s = split_s * spec.vocab_size
         plain_passes = passes.logits or LOGIT_PASSES["plain"]

@@ -11,7 +11,7 @@
 With a scale per row, products for weights' gradients stay in bf16. One more pass adds the MLP's two input gradients.
 """
 
-from tightfit.hardware.launches import LAYER, Launch
+from tightfit.hardware.launches import LAYER, NOTHING, Launch
 from tightfit.jobs.levers import Levers
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.seconds.cost_context import CostContext
@@ -22,9 +22,9 @@ from tightfit.plan.seconds.products import mlp_columns
 SUM_BYTES = 6
 
 
-def fp8_launch(levers: Levers) -> Launch | None:
-    """Launch times of a layer whose only lever is fp8 products; None without that lever."""
-    return None if levers.matmul == "native" else LAYER[f"matmul={levers.matmul}"]
+def fp8_launch(levers: Levers) -> Launch:
+    """Launches that fp8 products add to a layer."""
+    return NOTHING if levers.matmul == "native" else LAYER[f"matmul={levers.matmul}"].beyond(LAYER[""])
 
 
 def fp8_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeconds:

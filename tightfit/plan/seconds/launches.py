@@ -1,9 +1,9 @@
 """Launches: the host's time to launch a step's kernels (hardware/launches.py), and the card's waits for them.
 
-Levers are assumed to add up: recomputed layers have checkpointing's further launches, all layers those of other levers
-(`ADDED`). Tiled layers were measured as layers of their own (tiles.py). The measured layer is Llama's; for other
-families the differences are counted: norms of queries and keys and after blocks, biases, routing, GPT-2's lack of rope
-and gate, and an update for each matrix.
+Levers are assumed to add up: recomputed layers have checkpointing's further launches, all layers those of fp8 and
+offload. Tiled layers were measured as layers of their own (tiles.py). The measured layer is Llama's; for other families
+the differences are counted: norms of queries and keys and after blocks, biases, routing, GPT-2's lack of rope and gate,
+and an update for each matrix.
 
 The host launches kernels ahead of the card. Where launching takes longer than the work, the card waits:
 
@@ -15,12 +15,11 @@ updates inside backward it waits for the card at the end of forward, so that the
 backward is launched. A slow host's step is captured as a CUDA graph where that is possible.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from tightfit.hardware import launches as measured
-from tightfit.hardware.launches import Launch
+from tightfit.hardware.launches import LAYER, NOTHING, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.rules.cuda_graph import may_capture
@@ -36,42 +35,36 @@ from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.recompute import Recompute
 from tightfit.plan.seconds.tiles import RECOMPUTED_TILES, tiled_launches
 
-PLAIN = measured.LAYER[""]
 RECOMPUTED = {
-    "nothing": measured.LAYER["checkpoint_every=1"],
-    "attention": measured.LAYER["checkpoint_every=1 checkpoint_keep=attention"],
-    "matmuls": measured.LAYER["checkpoint_every=1 checkpoint_keep=matmuls"],
+    "nothing": LAYER["checkpoint_every=1"].beyond(LAYER[""]),
+    "attention": LAYER["checkpoint_every=1 checkpoint_keep=attention"].beyond(LAYER[""]),
+    "matmuls": LAYER["checkpoint_every=1 checkpoint_keep=matmuls"].beyond(LAYER[""]),
 }
-ADDED: tuple[Callable[[Levers], Launch | None], ...] = (fp8_launch, offload_launch)
-"""Levers that add launches to every layer; each function gives those of a layer with that lever alone, or None."""
-NOTHING = Launch(0.0, 0.0)
+"""Launches that recomputation adds to a layer, by what the layer keeps."""
 
 
 def launch_s(levers: Levers, recompute: Recompute, layers: int, spec: ModelSpec, more: Launch = NOTHING) -> PassSeconds:
     """Host seconds of forward and backward of one micro-batch through `layers` layers, with `more` for each."""
     pieces, (forward_ms, backward_ms) = tiled_launches(levers)
-    parts = [*_beyond_llama(spec, pieces), (pieces, more)]
-    more_forward_ms = sum(count * launch.forward_ms for count, launch in parts)
-    more_backward_ms = sum(count * launch.backward_ms for count, launch in parts)
+    beyond_llama = [
+        (2 * (spec.qk_norm + spec.sandwich_norms) * pieces, measured.NORM),
+        (_biases(spec), measured.BIAS),
+        (pieces if spec.experts is not None else 0, measured.EXPERTS),
+        (-pieces if spec.rope is None and not spec.gated else 0, measured.ROPE_AND_GATE),  # GPT-2 has neither
+        (pieces, more),
+    ]
+    more_forward_ms = sum(count * launch.forward_ms for count, launch in beyond_llama)
+    more_backward_ms = sum(count * launch.backward_ms for count, launch in beyond_llama)
     forward_ms += more_forward_ms
     backward_ms += more_backward_ms + recompute.share * more_forward_ms
     if levers.update_in_backward:
         backward_ms += _matrices(spec) * measured.MATRIX_UPDATE_MS
-    for share, longer, base in _additions(levers, recompute, is_tiled=pieces > 1):
-        forward_ms += share * (longer.forward_ms - base.forward_ms)
-        backward_ms += share * (longer.backward_ms - base.backward_ms)
+    recomputed = [(share, RECOMPUTED_TILES if pieces > 1 else RECOMPUTED[level]) for level, share in recompute.shares]
+    for share, added in (*recomputed, (1.0, fp8_launch(levers)), (1.0, offload_launch(levers))):
+        forward_ms += share * added.forward_ms
+        backward_ms += share * added.backward_ms
     rest = measured.REST
     return PassSeconds(1e-3 * (rest.forward_ms + layers * forward_ms), 1e-3 * (rest.backward_ms + layers * backward_ms))
-
-
-def _beyond_llama(spec: ModelSpec, pieces: int) -> list[tuple[int, Launch]]:
-    """Counts and launch times of operations that a layer in `pieces` has beyond Llama's; negative counts: fewer."""
-    return [
-        (2 * (spec.qk_norm + spec.sandwich_norms) * pieces, measured.NORM),
-        (_biases(spec), measured.BIAS),
-        (pieces if spec.experts is not None else 0, measured.EXPERTS),
-        (-pieces if spec.rope is None and not spec.gated else 0, measured.ROPE_AND_GATE),
-    ]
 
 
 @lru_cache
@@ -83,7 +76,7 @@ def layer_tensors(spec: ModelSpec) -> int:
 @lru_cache
 def layer_vectors(spec: ModelSpec) -> int:
     """Biases and norms of one layer."""
-    norms = (2 + 2 * spec.sandwich_norms) * (2 if spec.norm == "layer" else 1) + 2 * spec.qk_norm
+    norms = spec.norms_per_layer * (2 if spec.norm == "layer" else 1) + 2 * spec.qk_norm
     return _biases(spec) + norms
 
 
@@ -93,34 +86,22 @@ def late_update_launch_s(spec: ModelSpec, layers: int) -> float:
 
 
 def _matrices(spec: ModelSpec) -> int:
-    return 4 + (3 if spec.gated else 2)
+    return 4 + spec.up_projections + 1
 
 
 def _biases(spec: ModelSpec) -> int:
-    return 3 * spec.qkv_bias + spec.output_bias + (3 if spec.gated else 2) * spec.mlp_bias
+    return 3 * spec.qkv_bias + spec.output_bias + (spec.up_projections + 1) * spec.mlp_bias
 
 
-def _additions(levers: Levers, recompute: Recompute, *, is_tiled: bool) -> Iterator[tuple[float, Launch, Launch]]:
-    """(share of layers, launches, base): that share of layers takes launches − base longer."""
-    for level, share in recompute.shares:
-        yield share, *(RECOMPUTED_TILES if is_tiled else (RECOMPUTED[level], PLAIN))
-    for added in ADDED:
-        if (launch := added(levers)) is not None:
-            yield 1.0, launch, PLAIN
-
-
-def update_launch_s(workload: Workload, layout: Layout, levers: Levers, layers: int) -> float:
-    """Host seconds of launching the update after backward on a rank with `layers` layers; 0 with updates inside
-    backward, whose launches are backward's."""
-    if levers.update_in_backward:
-        return 0.0
+def update_launch_s(workload: Workload, levers: Levers, layers: int) -> float:
+    """Host seconds of launching the update after backward on a rank with `layers` layers."""
     spec, wide = workload.spec, workload.updates_wide
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
         name, tensors = "optimizer_states=factored", measured.USUAL_TENSORS  # most of it is for the matrices
         model = model_params(spec)
-        params = layers * (model.layer + model.layer_experts) + model.ends / layout.weight_ranks
+        params = layers * (model.layer + model.layer_experts) + model.ends  # whole: rules refuse tensor ranks and ZeRO
         further_chunks = max(0.0, params / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers)
     layer_ms = measured.UPDATE_MS[name] * tensors / measured.USUAL_TENSORS
     return 1e-3 * (measured.UPDATE_REST_MS + layers * layer_ms + further_chunks * measured.FURTHER_CHUNK_MS)
@@ -164,8 +145,8 @@ class HostLaunches:
         card_forward_s, card_backward_s = self.compute.forward_s, self.compute.backward_s + self.recomputed.seconds
         host_backward_s = launches.backward_s
         if self._launches_update_before_loss:
-            host_backward_s += self._update_launch_s / max(1, self.micro_batches)
-            card_forward_s += self.update_s / max(1, self.micro_batches)
+            host_backward_s += self._update_launch_s / self.micro_batches
+            card_forward_s += self.update_s / self.micro_batches
         forward_late_s = max(0.0, launches.forward_s - card_forward_s)
         if self.levers.update_in_backward and not self.is_captured:
             began_s = 1e-3 * self.ctx.launch_share * measured.REST.backward_ms
@@ -201,7 +182,7 @@ class HostLaunches:
             return 1e-3 * self.ctx.launch_share * measured.STEP_IDLE_MS
         gaps_s = measured.GAP_SHARE * (self.micro_batches * self._reference_launches.both_s)
         updates_in_graph = self.levers.update_in_backward and self.is_captured
-        return gaps_s + self._replay_s if updates_in_graph else gaps_s  # none runs while the host prepares a replay
+        return gaps_s + self._replay_s if updates_in_graph else gaps_s  # no kernel runs while a replay is prepared
 
     @property
     def _replay_s(self) -> float:
@@ -230,5 +211,5 @@ class HostLaunches:
     @cached_property
     def _update_launch_s(self) -> float:
         """The host's seconds of launching the update after backward."""
-        measured_s = update_launch_s(self.ctx.workload, self.layout, self.levers, self.layers)
+        measured_s = update_launch_s(self.ctx.workload, self.levers, self.layers)
         return self.ctx.host_share * measured_s

@@ -22,10 +22,11 @@ class LayerTime:
         self.tensor = tensor = layout.tensor
         self.tokens = tokens = float(layout.micro_batch * layout.local_length(workload.sequence_length))
         self.products = layer_products(ctx, tokens=tokens, tensor=tensor)
-        self.frozen_backward_s: float | None = None
-        """Seconds of a layer's products in backward where its weights are frozen: gradients of inputs only."""
-        if workload.adapted is not None:
-            self.products, self.frozen_backward_s = frozen_products(ctx, self.products, tokens)
+        self.products_backward_s = 2 * self.products.forward_s
+        """Two products for each of forward's; one if the weights are frozen, for the gradient of its input."""
+        self.is_frozen = workload.adapted is not None
+        if self.is_frozen:
+            self.products, self.products_backward_s = frozen_products(ctx, self.products, tokens)
         self.attention = layer_attention(ctx, tokens=tokens, tensor=tensor)
         self.elementwise = Elementwise(ctx, layout, tokens)
         self.head_forward_s = head_forward_s(ctx, tokens=tokens, tensor=tensor)
@@ -38,15 +39,14 @@ class LayerTime:
 
     @property
     def passes(self) -> PassSeconds:
-        """One layer; backward has two products for each of forward's, one if the weights are frozen."""
-        forward_s = self.products.forward_s
-        products = PassSeconds(forward_s, 2 * forward_s if self.frozen_backward_s is None else self.frozen_backward_s)
+        """One layer."""
+        products = PassSeconds(self.products.forward_s, self.products_backward_s)
         return products.plus(self.attention).plus(self.elementwise.passes)
 
     @property
     def head(self) -> PassSeconds:
         """The output projection with the fused loss; in backward products for inputs and weight, passes over logits."""
-        products = 1 / self.head_filled_share + (1 if self.frozen_backward_s is None else 0)
+        products = 1 / self.head_filled_share + (0 if self.is_frozen else 1)
         return PassSeconds(self.head_forward_s, products * self.head_forward_s + self.elementwise.fused_loss_s)
 
     @property

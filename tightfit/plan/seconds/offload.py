@@ -19,7 +19,7 @@ meanwhile, except for copies that need no kernel on arrival: checkpoints, and we
 from dataclasses import dataclass
 from functools import cached_property
 
-from tightfit.hardware.launches import LAYER, PIECE_LAUNCH_MS, Launch
+from tightfit.hardware.launches import LAYER, NOTHING, PIECE_LAUNCH_MS, Launch
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
@@ -40,9 +40,9 @@ from tightfit.plan.seconds.passes import PassSeconds
 from tightfit.plan.seconds.products import layer_linears
 
 
-def offload_launch(levers: Levers) -> Launch | None:
-    """Launch times of a layer whose only lever is offloaded states; None without offload."""
-    return LAYER["offload=optimizer"] if offloads_states(levers) else None
+def offload_launch(levers: Levers) -> Launch:
+    """Launches that offloaded states add to a layer, besides those of their pieces (`OffloadTime.queued`)."""
+    return LAYER["offload=optimizer"].beyond(LAYER[""]) if offloads_states(levers) else NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,25 +107,26 @@ class OffloadTime:
         states: StateTraffic,
         host: PassSeconds,
     ) -> float:
-        """Seconds that one micro-batch with `states` waits for the link, for the kernels that update and cast between
-        the layers' long ones, or for the host, which takes `host` to launch and queue."""
-        weights = self._weights
+        """Seconds that one micro-batch with `states` waits: in each pass for what takes longest beyond the card's own
+        work. `host` is the host's time to launch and queue."""
+        weights, moving = self._weights, self.moving(passes, kernels, states)
         cast = weights if self._casts_masters else PassSeconds()
-        moving = self.moving(passes, kernels, states)
-        forward_link_s = max(checkpoints_s, weights.forward_s + states.forward_s)
-        backward_link_s = checkpoints_s + weights.backward_s + states.backward_s
-        sent_backward_s = (1 - states.deferred_share) * moving.backward_s  # after the deferred last layers
+        deferred_layers_s = states.deferred_share * moving.backward_s  # the last layers, with which backward begins
+        sending_s = (1 - states.deferred_share) * moving.backward_s
         forward_left_s = max(
             0.0,
-            max(forward_link_s, host.forward_s) - passes.forward_s,
-            cast.forward_s + states.forward_s - moving.forward_s,
+            checkpoints_s - passes.forward_s,  # the link: out
+            weights.forward_s + states.forward_s - passes.forward_s,  # and in
+            host.forward_s - passes.forward_s,
+            cast.forward_s + states.forward_s - moving.forward_s,  # casts and updates between long kernels
         )
         backward_left_s = max(
             0.0,
-            max(backward_link_s, host.backward_s) - passes.backward_s,
+            checkpoints_s + weights.backward_s + states.backward_s - passes.backward_s,
+            host.backward_s - passes.backward_s,
             cast.backward_s + states.backward_s - moving.backward_s,
-            states.backward_s - sent_backward_s,
-            states.head_s - states.deferred_share * moving.backward_s,
+            states.backward_s - sending_s,  # none is sent beside the deferred layers
+            states.head_s - deferred_layers_s,  # nor before the head is updated
         )
         return forward_left_s + backward_left_s + states.after_s
 

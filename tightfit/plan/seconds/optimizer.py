@@ -17,6 +17,21 @@ from tightfit.levers.policy.offload import offloads_states
 from tightfit.plan.seconds.cost_context import CostContext
 from tightfit.plan.seconds.parameters import RankParams
 
+FACTORED_PASSES = {
+    "gradient widened": 1,
+    "gradient multiplied by the clipping factor": 2,
+    "first moment widened": 1,
+    "first moment decayed": 2,
+    "gradient added to the first moment": 3,
+    "first moment narrowed": 1,
+    "root of the second moment made": 1,
+    "root finished in two steps": 4,
+    "weight decayed": 1,
+    "weight changed": 4,
+    "weight read to be written to the model": 1,
+}
+"""Float32 numbers read and written per weight by the operations of levers/optimizer_states.py."""
+
 
 def update_s(ctx: CostContext, layout: Layout, levers: Levers, params: RankParams, *, micro_batches: int) -> float:
     """The card's seconds of summing gradients over a step's micro-batches, and of AdamW."""
@@ -54,14 +69,9 @@ def _gradient_bytes(workload: Workload, layout: Layout) -> int:
 
 
 def _between_operations_bytes(gradient: int, updated: int) -> int:
-    """Bytes per weight between the operations of levers/optimizer_states.py, which a single kernel would not move.
-
-    The gradient is read twice more, for norms of rows and columns; it is widened (w) and multiplied by the clipping
-    factor (rw); the first moment is widened (w), decayed (rw), added to (rwr) and narrowed (r); √v is made (w) and
-    finished in two steps (rw, rw); the weight is decayed (w) and changed (rwrr); what is written to the model, read.
-    """
-    wide_passes = 1 + 2 + 1 + 2 + 3 + 1 + 1 + 4 + 1 + 4 + 1
-    return 2 * gradient + wide_passes * FLOAT32_BYTES + (updated if updated == FLOAT32_BYTES else 0)
+    """Bytes per weight between the operations of a factored update, which a single kernel would not move."""
+    norms = 2 * gradient  # read again for the norms of rows and columns
+    return norms + sum(FACTORED_PASSES.values()) * FLOAT32_BYTES + (updated if updated == FLOAT32_BYTES else 0)
 
 
 def _reached_share(ctx: CostContext, levers: Levers) -> float:

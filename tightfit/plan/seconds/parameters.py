@@ -32,13 +32,13 @@ class RankParams:
     """Parameter counts of the fullest pipeline rank, after tensor and expert ranks have split them."""
 
     dense: float
-    experts: float
-    root: float
-    """Embedding and head, part of `dense`: FSDP2's root, which stays gathered between forward and backward."""
     owned: float
     """Parameters that this rank updates: all, or its ZeRO shard."""
-    owned_embedding: float
-    owned_ends: float
+    experts: float = 0.0
+    root: float = 0.0
+    """Embedding and head, part of `dense`: FSDP2's root, which stays gathered between forward and backward."""
+    owned_embedding: float = 0.0
+    owned_ends: float = 0.0
     """The owned parameters of the embedding, and of embedding and head."""
 
     @property
@@ -66,9 +66,9 @@ def rank_params(spec: ModelSpec, layout: Layout, layers: int) -> RankParams:
     all_ends = model.ends / layout.weight_ranks
     return RankParams(
         dense=dense,
+        owned=owned,
         experts=experts,
         root=ends / layout.weight_ranks,
-        owned=owned,
         owned_embedding=all_ends / (1 if spec.tied else 2) * owned_share,
         owned_ends=all_ends * owned_share,
     )

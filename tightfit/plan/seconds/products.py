@@ -164,6 +164,6 @@ def head_filled_share(spec: ModelSpec, *, tokens: float, tensor: int) -> float:
 def head_forward_s(ctx: CostContext, *, tokens: float, tensor: int) -> float:
     """Seconds of the output projection's forward product."""
     weights = ctx.workload.spec.vocabulary_params / tensor
-    multiplied_s = 2 * weights * tokens / (ctx.rates.head_flop_s * ctx.rates.unaligned_share)
+    multiplied_s = 2 * weights * tokens / ctx.rates.head_flop_s
     read_s = weights * ctx.workload.weight_bytes / ctx.rates.bytes_s
     return max(multiplied_s, read_s)

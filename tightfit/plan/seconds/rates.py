@@ -4,15 +4,12 @@ from dataclasses import dataclass
 
 from tightfit.errors import UserError
 from tightfit.hardware.accelerator import Number
-from tightfit.hardware.efficiency import Efficiency, Shares, by_head_size
+from tightfit.hardware.efficiency import AttentionShares, Efficiency, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import REFERENCES, attention_shares, generation_of, power_factor, product_share
 from tightfit.jobs.precision import PrecisionName
 from tightfit.jobs.workload import Workload
 
-UNFUSED_SCORE_PASSES = 10.0, 14.0
-"""Passes over the score matrix without a flash kernel, forward and backward: written, masked, softmax, dropout, read by
-the next product; backward the same with gradients."""
 ALIGNED, UNALIGNED_SHARE = 8, 0.25
 """With a vocabulary that is no multiple of 8 (GPT-2's 50 257) Hopper's fast (TMA) copies cannot be used: products reach
 a quarter of the rate (family_truth.csv, gpt2)."""
@@ -41,14 +38,11 @@ class Rates:
     head_flop_s: float
     """Rate of the large products of the output projection."""
     attention: AttentionRates
+    """The engine's flash kernel; not used by one without."""
+    own_attention: AttentionRates
+    """Our own kernel, for layers with windows or soft caps; as `attention` where there are no such layers."""
     bytes_s: float
     """Bytes a second, read and written, of memory-bound kernels."""
-    unaligned_share: float = 1.0
-    """Factor on the head's rate: below 1 where the vocabulary is no multiple of 8."""
-    own_attention: AttentionRates | None = None
-    """Our own kernel's rates, for layers with windows or soft caps; None where there are no such layers."""
-    score_passes: tuple[float, float] = (0.0, 0.0)
-    """Passes over the score matrix in memory, forward and backward; 0 with a flash kernel."""
 
 
 def card_peak_flop_s(precision: PrecisionName, machine: Machine) -> float:
@@ -66,64 +60,55 @@ def card_rates(workload: Workload, machine: Machine, efficiency: Efficiency) -> 
     card, wide = machine.accelerator, workload.precision == "fp32"
     peak_flop_s = card_peak_flop_s(workload.precision, machine)
     shares = efficiency.shares(wide=wide)
+    attention = _attention(workload, machine, shares.attention)
     as_measured = wide or machine.calibration is not None
     sustained = 1.0 if as_measured else product_share(card, peak_flop_s / 1e12) / REFERENCES["hopper"].share
-    attention = _attention(workload, machine, efficiency)
     # Hopper's and Blackwell's fast copies need aligned rows; other engines pad the vocabulary.
     copies_fast = generation_of(card) in ("hopper", "blackwell") and not wide and workload.engine_name == "tightfit"
+    is_unaligned = copies_fast and workload.spec.vocab_size % ALIGNED
+    head_flop_s = peak_flop_s * (shares.products if wide else efficiency.matmul) * sustained
     return Rates(
         product_flop_s=peak_flop_s * shares.products * sustained,
         product_fixed_s=shares.product_s,
-        head_flop_s=peak_flop_s * (shares.products if wide else efficiency.matmul) * sustained,
+        head_flop_s=head_flop_s * UNALIGNED_SHARE if is_unaligned else head_flop_s,
         attention=attention,
-        bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
         own_attention=_own_attention(workload, efficiency, attention),
-        unaligned_share=UNALIGNED_SHARE if copies_fast and workload.spec.vocab_size % ALIGNED else 1.0,
-        score_passes=UNFUSED_SCORE_PASSES if workload.engine.attention == "unfused" else (0.0, 0.0),
+        bytes_s=card.bandwidth_gb_s * 1e9 * efficiency.bandwidth,
     )
 
 
-def _attention(workload: Workload, machine: Machine, efficiency: Efficiency) -> AttentionRates:
+def _attention(workload: Workload, machine: Machine, measured: AttentionShares) -> AttentionRates:
     """Rates of the engine's usual attention kernel on this card."""
-    head_dim, shares = workload.spec.head_dim, efficiency.shares(wide=workload.precision == "fp32")
-    peak_flop_s = card_peak_flop_s(workload.precision, machine)
-    forward_share, backward_share = _attention_shares(workload, machine, shares)
+    head_dim, peak_flop_s = workload.spec.head_dim, card_peak_flop_s(workload.precision, machine)
+    card, kernel = machine.accelerator, workload.engine.attention
+    forward_share, backward_share = measured.shares(head_dim)
+    is_measured = workload.precision == "fp32" or (machine.calibration is not None and kernel == "cudnn")
+    if not is_measured and kernel == "cudnn" and generation_of(card) == "hopper":
+        factor = power_factor(card, peak_flop_s / 1e12)
+        forward_share, backward_share = forward_share * factor, backward_share * factor
+    elif not is_measured:
+        forward_share, backward_share = attention_shares(card, kernel, peak_flop_s / 1e12, head_dim)
     return AttentionRates(
         forward_flop_s=peak_flop_s * forward_share,
         backward_flop_s=peak_flop_s * backward_share,
-        forward_token_keys=by_head_size(shares.forward_tokens, head_dim),
-        backward_token_keys=by_head_size(shares.backward_tokens, head_dim),
+        forward_token_keys=by_head_size(measured.forward_tokens, head_dim),
+        backward_token_keys=by_head_size(measured.backward_tokens, head_dim),
     )
 
 
-def _attention_shares(workload: Workload, machine: Machine, shares: Shares) -> tuple[float, float]:
-    """Shares of the peak, forward and backward, that the engine's attention kernel reaches on this card."""
-    card, kernel, head_dim = machine.accelerator, workload.engine.attention, workload.spec.head_dim
-    measured = by_head_size(shares.attention_forward, head_dim), by_head_size(shares.attention_backward, head_dim)
-    peak_tflop_s = card_peak_flop_s(workload.precision, machine) / 1e12
-    if workload.precision == "fp32" or (machine.calibration is not None and kernel == "cudnn"):
-        return measured
-    if kernel == "unfused":
-        return (product_share(card, peak_tflop_s),) * 2
-    if kernel == "cudnn" and generation_of(card) == "hopper":
-        factor = power_factor(card, peak_tflop_s)
-        return measured[0] * factor, measured[1] * factor
-    return attention_shares(card, kernel, peak_tflop_s, head_dim)
-
-
-def _own_attention(workload: Workload, efficiency: Efficiency, usual: AttentionRates) -> AttentionRates | None:
-    """Our Triton kernel's rates: this card's usual kernel's times the ratio of the two measured on the H200; None
+def _own_attention(workload: Workload, efficiency: Efficiency, usual: AttentionRates) -> AttentionRates:
+    """Our Triton kernel's rates: this card's usual kernel's times the ratio of the two measured on the H200; `usual`
     where no layer has a window or a soft cap, which need it."""
-    spec, own, cudnn = workload.spec, efficiency.own, efficiency.shares(wide=False)
+    spec, own = workload.spec, efficiency.own
     windowed = bool(spec.window_layers) and (spec.window or 0) < workload.sequence_length
     is_16_bit_cudnn = workload.engine.attention == "cudnn" and workload.precision != "fp32"
     if not (is_16_bit_cudnn and (windowed or spec.attention_softcap is not None)):
-        return None
-    forward_share = by_head_size(own.forward, spec.head_dim) / by_head_size(cudnn.attention_forward, spec.head_dim)
-    backward_share = by_head_size(own.backward, spec.head_dim) / by_head_size(cudnn.attention_backward, spec.head_dim)
+        return usual
+    own_shares, cudnn_shares = own.shares(spec.head_dim), efficiency.narrow.attention.shares(spec.head_dim)
+    forward_ratio, backward_ratio = (ours / theirs for ours, theirs in zip(own_shares, cudnn_shares, strict=True))
     return AttentionRates(
-        forward_flop_s=usual.forward_flop_s * min(1.0, forward_share),
-        backward_flop_s=usual.backward_flop_s * min(1.0, backward_share),
+        forward_flop_s=usual.forward_flop_s * min(1.0, forward_ratio),
+        backward_flop_s=usual.backward_flop_s * min(1.0, backward_ratio),
         forward_token_keys=by_head_size(own.forward_tokens, spec.head_dim),
         backward_token_keys=by_head_size(own.backward_tokens, spec.head_dim),
     )

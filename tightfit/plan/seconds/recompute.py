@@ -70,7 +70,7 @@ def _shares(workload: Workload, layout: Layout, levers: Levers, layers: int) -> 
 def _layer_s(layer: LayerTime, level: KeepLevel, *, tiled: bool, skips_last: bool) -> float:
     """Seconds to recompute one layer that keeps `level`."""
     products, elementwise = layer.products, layer.elementwise
-    passes_s = elementwise.norms_s + elementwise.rope_s + (0.0 if skips_last else elementwise.gate_s)
+    passes_s = elementwise.norms_s + elementwise.heads_s + (0.0 if skips_last else elementwise.mlp_s)
     if level == "matmuls":
         return passes_s
     products_s = products.qkv_s

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from tightfit.jobs.layout import Layout
-from tightfit.plan.seconds.cost_context import CostContext
+from tightfit.plan.seconds.cost_context import CostContext, cost_context
 from tightfit.plan.seconds.layer import LayerTime
-from tightfit.plan.seconds.rates import card_rates
 
 
 def teacher_s(ctx: CostContext, layout: Layout) -> float:
@@ -15,7 +14,7 @@ def teacher_s(ctx: CostContext, layout: Layout) -> float:
         return 0.0
     longest = max(teacher.spec.max_positions, workload.sequence_length)
     own = replace(workload, spec=replace(teacher.spec, max_positions=longest), teacher=None)
-    layer = LayerTime(replace(ctx, workload=own, rates=card_rates(own, ctx.machine, ctx.efficiency)), layout)
+    layer = LayerTime(cost_context(own, ctx.machine), layout)
     copy_bytes_s = ctx.machine.accelerator.host.copy_bytes_s
     copied_s = teacher.weight_bytes / copy_bytes_s if teacher.place == "host" else 0.0
     return teacher.spec.layers * layer.passes.forward_s + layer.head_forward_s + copied_s

@@ -54,26 +54,15 @@ class Message:
         return Message(kind=CONJUGATE[self.kind], axis=self.axis, elements=self.elements, calls=self.calls)
 
 
-@dataclass(frozen=True)
 class MeshMessages:
     """The messages of `tokens` tokens of a micro-batch, on all tensor ranks together."""
 
-    spec: ModelSpec
-    layout: Layout
-    tokens: float
-
-    @property
-    def _side(self) -> int:
-        return self.layout.tensor_axes[1]
-
-    @property
-    def _cube(self) -> bool:
-        return self.layout.tensor_mesh == "3d"
-
-    @property
-    def _rows(self) -> float:
+    def __init__(self, spec: ModelSpec, layout: Layout, tokens: float) -> None:
+        self.spec, self.tokens = spec, tokens
+        self.depth, self.side, _ = layout.tensor_axes
+        self.is_cube = layout.tensor_mesh == "3d"
+        self.rank_tokens = tokens / layout.row_parts
         """Tokens of the residual stream on one rank."""
-        return self.tokens / self.layout.row_parts
 
     def layer(self, *, backward: bool) -> list[Message]:
         """Messages of one layer."""
@@ -92,22 +81,23 @@ class MeshMessages:
     def _product(self, width: int, outputs: tuple[int, ...], *, leaving: bool, backward: bool) -> Iterator[Message]:
         """Messages of X with `width` columns times one weight [out, width] for each of `outputs`; `leaving` is the
         second product of a block, whose axes are swapped."""
-        products = self._cubic(width, outputs, leaving=leaving) if self._cube else self._summa(width, outputs)
+        products = self._cubic(width, outputs, leaving=leaving) if self.is_cube else self._summa(width, outputs)
         for message in products:
-            if message.kind != "reduce_scatter":
-                yield message
-            if backward or message.kind == "reduce_scatter":
+            if message.kind == "reduce_scatter":  # of Y, whose gradient is gathered
                 yield message.conjugate if backward else message
+            else:  # of X or W, which both passes fetch; backward then reduces its gradient
+                yield from (message, message.conjugate) if backward else (message,)
 
     def _summa(self, width: int, outputs: tuple[int, ...]) -> Iterator[Message]:
-        depth, side, _ = self.layout.tensor_axes
-        elements = self.tokens / depth * width / side
+        """Products of 2D and 2.5D meshes, in forward."""
+        side, elements = self.side, self.tokens / self.depth * width / self.side
         yield Message(kind="broadcast", axis="column", elements=elements, calls=side)
         for out in outputs:
             yield Message(kind="broadcast", axis="row", elements=width * out / side, calls=side)
 
     def _cubic(self, width: int, outputs: tuple[int, ...], *, leaving: bool) -> Iterator[Message]:
-        square = self._side**2
+        """Products of a 3D mesh, in forward."""
+        square = self.side**2
         yield Message(kind="all_gather", axis="column" if leaving else "row", elements=self.tokens * width / square)
         for out in outputs:
             yield Message(kind="all_gather", axis="depth", elements=width * out / square)
@@ -118,36 +108,36 @@ class MeshMessages:
     def _statistics(self, axis: Axis, *, backward: bool) -> Message:
         """The message of a norm over rows whose columns are split over ranks: sums in float32."""
         if self.spec.norm != "layer":
-            return Message(kind="all_reduce", axis=axis, elements=self._rows, wide=True)
+            return Message(kind="all_reduce", axis=axis, elements=self.rank_tokens, wide=True)
         if backward:
-            return Message(kind="all_reduce", axis=axis, elements=2 * self._rows, wide=True)
-        return Message(kind="all_gather", axis=axis, elements=2 * self._rows * self._side, wide=True)
+            return Message(kind="all_reduce", axis=axis, elements=2 * self.rank_tokens, wide=True)
+        return Message(kind="all_gather", axis=axis, elements=2 * self.rank_tokens * self.side, wide=True)
 
     def _heads(self, *, backward: bool) -> Iterator[Message]:
         """Messages of norms over all heads together, and of keys and values with fewer heads than ranks."""
         spec = self.spec
-        axis: Axis = "row" if self._cube else "column"
+        axis: Axis = "row" if self.is_cube else "column"
         if spec.qk_norm_joint:
             yield from [self._statistics(axis, backward=backward)] * 2
-        if spec.kv_heads < self._side:
-            gathered = Message(kind="all_gather", axis=axis, elements=self._rows * spec.kv_size)
+        if spec.kv_heads < self.side:
+            gathered = Message(kind="all_gather", axis=axis, elements=self.rank_tokens * spec.kv_size)
             yield from [gathered.conjugate if backward else gathered] * 2
 
     def ends(self, *, backward: bool) -> list[Message]:
         """Messages of the embedding, the last norm and the loss (but for four numbers a row that it combines)."""
-        spec, side = self.spec, self._side
-        stream = self._rows * spec.hidden_size
+        spec, side = self.spec, self.side
+        stream = self.rank_tokens * spec.hidden_size
         table = -(-spec.vocab_size // side) * spec.hidden_size
-        found = [
+        forward = [
             Message(kind="reduce_scatter", axis="row", elements=stream),
             Message(kind="all_gather", axis="row", elements=stream),
             Message(kind="all_to_all", axis="column", elements=stream),
             Message(kind="all_gather", axis="column", elements=table),
         ]
-        if self._cube:
-            found += [Message(kind="all_gather", axis="depth", elements=table / side)] * 2
+        if self.is_cube:
+            forward += [Message(kind="all_gather", axis="depth", elements=table / side)] * 2
         sums = self._statistics("column", backward=backward)
-        return [sums, *(message.conjugate if backward else message for message in found)]
+        return [sums, *(message.conjugate if backward else message for message in forward)]
 
 
 def mesh_traffic(
@@ -179,8 +169,6 @@ def mesh_traffic(
 def message_s(group: Group, message: Message, number_bytes: float) -> float:
     """Seconds of one kind of collective; broadcasts and reduces are pipelined round a ring."""
     payload_bytes = number_bytes * message.elements
-    if group.size == 1:
-        return 0.0
     if message.kind in ("broadcast", "reduce"):
         return message.calls * (CALL_S + group.hop_s) + payload_bytes / group.ring_bytes_s
     if message.kind == "all_reduce":

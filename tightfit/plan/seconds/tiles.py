@@ -17,8 +17,8 @@ CAST_UP, ADDED, CAST_DOWN = 1 + 2, 1 + 2 + 2, 2 + 1
 """Numbers read and written per weight by each step of the float32 sum: 1 for bf16, 2 for float32."""
 PRODUCTS = 7
 """Matrix products of a layer; backward has two for each, and computes all but one again."""
-RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"], LAYER["tiles=4"]
-"""Launches of a tiled layer that is recomputed, at any level, and of one that is not."""
+RECOMPUTED_TILES = LAYER["tiles=4 checkpoint_every=1"].beyond(LAYER["tiles=4"])
+"""Launches that recomputation adds to a tiled layer, at any level."""
 
 
 def tile_seconds(seconds: float, levers: Levers) -> list[float]:
@@ -49,5 +49,5 @@ def tiled_more_s(ctx: CostContext, layer: LayerTime, levers: Levers) -> PassSeco
     copied_width = spec.hidden_size + 2 * (spec.query_size + spec.kv_size) / layer.tensor
     copies_s = 2 * layer.tokens * copied_width * ctx.workload.weight_bytes / ctx.rates.bytes_s
     sums_s = products.weights_once_s * (CAST_UP + ADDED * (tiles - 1) + CAST_DOWN)
-    again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.rope_s
+    again_s = products.qkv_s + products.output_s + products.up_s + elementwise.norms_s + elementwise.heads_s
     return PassSeconds(pieces_s + copies_s, again_s + 3 * pieces_s + sums_s + 2 * copies_s)

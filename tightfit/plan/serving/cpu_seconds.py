@@ -41,7 +41,7 @@ class CpuStepRates:
         return 4e9 / self.measured.product_ns("fp32", 1)
 
     @property
-    def product_flops(self) -> float:
+    def product_flop_s(self) -> float:
         """FLOP/s of the layers' products at the best number of rows."""
         return max(2e9 * rows / ns for rows, ns in self.measured.products[self.layers_as])
 
@@ -82,9 +82,10 @@ class CpuStepRates:
         head_ns = spec.vocabulary_params * self.measured.product_ns(self.head_as, step.answers)
         return 1e-9 * (dense_ns + routed_ns + head_ns)
 
-    def reading_seconds(self, spec: ModelSpec) -> float:
-        """Seconds of reading all weights once: products of one row."""
-        return self.products_seconds(spec, Step(tokens=1, answers=1, pairs=0, cache_bytes=0))
+    def least_decode_seconds(self, spec: ModelSpec, weight_bytes: float, cache_bytes: float) -> float:
+        """Lower bound of the seconds of a decode step: products of one row, which read all weights, and the cache."""
+        one_row = Step(tokens=1, answers=1, pairs=0, cache_bytes=0)
+        return self.products_seconds(spec, one_row) + cache_bytes / self.bytes_per_second
 
 
 def _moved_elements(spec: ModelSpec) -> int:

@@ -1,4 +1,4 @@
-"""How an engine on a CPU holds the weights of a compressed model, from what its files' headers say.
+"""How an engine on a CPU holds weights: in a format (`CpuFormat`), or of a compressed model, by its files' headers.
 
 | matrix | in memory |
 |---|---|
@@ -18,13 +18,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from tightfit.hardware.cpu_rates import ReadAs
+from tightfit.hardware.cpu_rates import CpuRates, ReadAs
 from tightfit.jobs.precision import FLOAT32_BYTES
+from tightfit.memory.formulas.serving import WeightFormat
 from tightfit.models.quantized.held_weights import PLAIN_BYTES, CodedModule, HeldWeights, Matrix
 from tightfit.models.quantized.matrices import HEAD, codable
 from tightfit.models.quantized.scheme import CPU_SCALE_BYTES
 from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_operations import runs_joint
+from tightfit.plan.serving.step import layer_params
 
 HOST_SHARE = 0.25
 """Of free memory, what expanded weights, a copy in 16 bits, or the cache may take."""
@@ -36,6 +38,9 @@ JOINED_ROWS = 16
 """Packed matrices of several layers are joined where their outputs are whole multiples of it."""
 JOINED = (("attention.q", "attention.k", "attention.v"), ("attention.o",), ("mlp.gate", "mlp.up"), ("mlp.down",))
 """The projections of a layer, those of one input together."""
+
+PACKED: tuple[WeightFormat, ...] = ("q4_0", "q4_1")
+"""Formats of 4-bit integers, which a CPU kernel can read packed (kernels/quantized/int4_linear.py)."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,26 @@ class CpuWeights:
         is_plain = all(matrix.name not in self._coded for matrix in group)
         loses_nothing = not self.held.plain_is_wide or bool(self._packed or self._expanded)
         return is_plain and loses_nothing and _size(group) >= FEWEST_COPIED
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuFormat:
+    """Weights of a model in one format; their own bytes follow from that (memory/formulas/serving.py)."""
+
+    layers_as: ReadAs
+    head_as: ReadAs
+    copied_bytes: int
+    held_bytes: None = None
+
+
+def format_on_cpu(form: WeightFormat, spec: ModelSpec, measured: CpuRates) -> CpuFormat:
+    """Products read 4-bit codes packed, float32 as it is, others from a 16-bit copy; each only if the CPU has such
+    products, and copies only for joined layers."""
+    plain = measured.nearest("fp32" if form == "fp32" or not runs_joint(spec) else "fp16")
+    layers_as: ReadAs = "int4" if form in PACKED and "int4" in measured.products else plain
+    copied_head = spec.vocabulary_params if plain == "fp16" else 0
+    copied_layers = layer_params(spec) if layers_as == "fp16" else 0
+    return CpuFormat(layers_as=layers_as, head_as=plain, copied_bytes=2 * (copied_head + copied_layers))
 
 
 @lru_cache(maxsize=8)

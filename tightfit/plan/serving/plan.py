@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import larger_cards
+from tightfit.hardware.cpu_rates import CpuRates
 from tightfit.hardware.efficiency import MEASURED, by_head_size
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import generation_of
@@ -24,9 +25,8 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import CodedHead, HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
-from tightfit.plan.serving.cpu_operations import runs_joint
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
-from tightfit.plan.serving.cpu_weights import HOST_SHARE, CpuWeights, held_on_cpu
+from tightfit.plan.serving.cpu_weights import HOST_SHARE, CpuFormat, CpuWeights, format_on_cpu, held_on_cpu
 from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
 from tightfit.plan.serving.step import Step, layer_params
 
@@ -62,25 +62,20 @@ class Serving:
     def ledger(self) -> Ledger:
         """The predicted ledger of the card; on a CPU, weights are in float32, or codes if an engine multiplies by
         them, with 16-bit copies."""
-        spec, small = self.spec, self.compressed
-        ledger_of = partial(serving_ledger, spec, requests=self.requests, length=self.length, cache=self.cache)
-        stored_bytes = None if small is None else small.total_bytes
-        if not isinstance(rates := self.rates, CpuStepRates):
-            expanded_bytes = 0 if small is None else max(small.expanded_bytes, self._head_expanded_bytes)
-            return ledger_of(form=self.form, stored_bytes=stored_bytes, expanded_bytes=expanded_bytes)
-        if (weights := self._cpu_weights) is not None:
-            stored_bytes, copied_bytes = weights.held_bytes, weights.copied_bytes
-        else:
-            copied_head = spec.vocabulary_params if rates.head_as == "fp16" else 0
-            copied_layers = layer_params(spec) if rates.layers_as == "fp16" else 0
-            copied_bytes = 2 * (copied_head + copied_layers)
-        return ledger_of(
-            form=self.form if rates.layers_as == "int4" else "fp32",
-            overheads=ON_CPU,
-            stored_bytes=stored_bytes,
-            copied_bytes=copied_bytes,
-            element_bytes=FLOAT32_BYTES,
-        )
+        ledger_of = partial(serving_ledger, self.spec, requests=self.requests, length=self.length, cache=self.cache)
+        if self.machine.is_cpu:
+            on_cpu = self._weights_on_cpu
+            return ledger_of(
+                form=self.form if on_cpu.layers_as == "int4" else "fp32",
+                overheads=ON_CPU,
+                stored_bytes=on_cpu.held_bytes,
+                copied_bytes=on_cpu.copied_bytes,
+                element_bytes=FLOAT32_BYTES,
+            )
+        if (small := self.compressed) is None:
+            return ledger_of(form=self.form)
+        expanded_bytes = max(small.expanded_bytes, self._head_expanded_bytes)
+        return ledger_of(form=self.form, stored_bytes=small.total_bytes, expanded_bytes=expanded_bytes)
 
     @property
     def weights_name(self) -> str:
@@ -105,10 +100,7 @@ class Serving:
     @property
     def token_seconds(self) -> float:
         """Lower bound of the seconds of a decode step: one token for every request."""
-        if isinstance(rates := self.rates, CpuStepRates):
-            return rates.reading_seconds(self.spec) + self._read_cache_bytes / rates.bytes_per_second
-        read_bytes = self.read_bytes + self._read_cache_bytes
-        return read_bytes / (self.machine.accelerator.bandwidth_gb_s * 1e9 * MEASURED.bandwidth)
+        return self.rates.least_decode_seconds(self.spec, self.read_bytes, self._read_cache_bytes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -120,8 +112,8 @@ class Serving:
         """Lower bound of the seconds to the first token, after a prompt of `length` tokens with no other request."""
         flops = 2 * layer_params(self.spec) * self.length
         if isinstance(rates := self.rates, CpuStepRates):
-            return flops / rates.product_flops
-        return max(flops / rates.product_flops, replace(self, requests=1, length=1).token_seconds)
+            return flops / rates.product_flop_s
+        return max(flops / rates.product_flop_s, replace(self, requests=1, length=1).token_seconds)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -140,43 +132,36 @@ class Serving:
     def rates(self) -> ServingRates:
         """The measured or assumed rates of the card."""
         if self.machine.is_cpu:
-            return self._cpu_rates
+            on_cpu = self._weights_on_cpu
+            return CpuStepRates(measured=self._measured_on_cpu, layers_as=on_cpu.layers_as, head_as=on_cpu.head_as)
         card = self.machine.accelerator
+        scheme, head = self._scheme, self._coded_head
+        rounds_inputs = scheme is not None and scheme.activations is not None
         peaks = [rate for rate in (card.rates.bf16, card.rates.fp16, card.rates.fp32) if rate is not None]
         narrow_peaks = [rate for rate in (card.rates.fp8, card.rates.int8) if rate is not None]
-        return StepRates.of(
+        return StepRates(
             bytes_per_second=card.bandwidth_gb_s * 1e9 * MEASURED.bandwidth,
-            product_flops=max(peaks) * 1e12 * MEASURED.matmul,
-            narrow_flops=max(peaks + narrow_peaks) * 1e12 * MEASURED.matmul,
-            attention_flops=max(peaks) * 1e12 * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
-            scheme=self._scheme,
-            on_hopper=self._is_on_hopper,
-            head_bytes=None if self._coded_head is None else self._coded_head.bytes,
+            product_flop_s=max(peaks + narrow_peaks if rounds_inputs else peaks) * 1e12 * MEASURED.matmul,
+            attention_flop_s=max(peaks) * 1e12 * by_head_size(MEASURED.attention_forward, self.spec.head_dim),
+            packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=self._is_on_hopper),
+            head_bytes=None if head is None else head.bytes,
         )
 
     @property
-    def _cpu_rates(self) -> CpuStepRates:
-        """The measured rates of this CPU, with the formats in which an engine reads weights: 4-bit codes packed,
-        float32 as it is, others from a 16-bit copy; each only if the CPU has such products, and copies only for joined
-        layers."""
+    def _measured_on_cpu(self) -> CpuRates:
+        """What `tightfit calibrate` measured of serving on this CPU."""
         measured = None if self.machine.calibration is None else self.machine.calibration.serving
         if measured is None:
             raise UserError("what serving takes on this CPU was not measured yet; run `tightfit calibrate`")
-        if (weights := self._cpu_weights) is not None:
-            return CpuStepRates(measured=measured, layers_as=weights.layers_as, head_as=weights.head_as)
-        plain = measured.nearest("fp32" if self.form == "fp32" or not runs_joint(self.spec) else "fp16")
-        coded = measured.nearest("int4")
-        by_codes = _has_4_bit_codes(self._scheme) and coded != "fp32"
-        return CpuStepRates(measured=measured, layers_as=coded if by_codes else plain, head_as=plain)
+        return measured
 
     @property
-    def _cpu_weights(self) -> CpuWeights | None:
-        """How this CPU holds the weights of a compressed model; None for others."""
-        measured = None if self.machine.calibration is None else self.machine.calibration.serving
-        if self.compressed is None or measured is None:
-            return None
+    def _weights_on_cpu(self) -> CpuWeights | CpuFormat:
+        """How this CPU holds the weights."""
+        if self.compressed is None:
+            return format_on_cpu(self.form, self.spec, self._measured_on_cpu)
         room_bytes = HOST_SHARE * self.machine.accelerator.memory_bytes
-        return held_on_cpu(self.compressed, self.spec, frozenset(measured.products), room_bytes)
+        return held_on_cpu(self.compressed, self.spec, frozenset(self._measured_on_cpu.products), room_bytes)
 
     @property
     def _coded_head(self) -> CodedHead | None:
@@ -267,11 +252,6 @@ class Serving:
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),
         }
-
-
-def _has_4_bit_codes(scheme: Scheme | None) -> bool:
-    """Whether weights are 4-bit integers that a CPU kernel can read packed (kernels/quantized/int4_linear.py)."""
-    return scheme is not None and scheme.kind == "int" and scheme.bits == 4 and scheme.activations is None
 
 
 def _coded(form: str, spec: ModelSpec) -> HeldWeights:

@@ -84,8 +84,9 @@ class StepRates:
     """Rates of a device, and the fixed seconds of a step's launches."""
 
     bytes_per_second: float
-    product_flops: float
-    attention_flops: float
+    product_flop_s: float
+    """FLOP a second of products in 16 bits, or in 8 where their inputs are rounded too."""
+    attention_flop_s: float
     packed: PackedProducts | None = None
     """None where weights are plain."""
     head_bytes: int | None = None
@@ -94,62 +95,39 @@ class StepRates:
     first_token_s: float = FIRST_TOKEN_HOST_S
     element_bytes: int = ELEMENT_BYTES
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        bytes_per_second: float,
-        product_flops: float,
-        narrow_flops: float,
-        attention_flops: float,
-        scheme: Scheme | None,
-        on_hopper: bool,
-        head_bytes: int | None,
-        element_bytes: int = ELEMENT_BYTES,
-    ) -> "StepRates":
-        """The rates for weights in `scheme`, None for plain ones.
-
-        Products run at `product_flops` or, where their inputs are rounded too, at `narrow_flops`; attention is in 16
-        bits in either case.
-        """
-        is_narrow = scheme is not None and scheme.activations is not None
-        return cls(
-            bytes_per_second=bytes_per_second,
-            product_flops=narrow_flops if is_narrow else product_flops,
-            attention_flops=attention_flops,
-            packed=None if scheme is None else PackedProducts.of(scheme, on_hopper=on_hopper),
-            head_bytes=head_bytes,
-            element_bytes=element_bytes,
-        )
+    def least_decode_seconds(self, spec: ModelSpec, weight_bytes: float, cache_bytes: float) -> float:
+        """Lower bound of the seconds of a decode step: reading `weight_bytes` of weights and the cache once."""
+        return (weight_bytes + cache_bytes) / self.bytes_per_second
 
     def step_seconds(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
         """Predicted seconds of `step`, which reads `weight_bytes` of weights."""
-        reading, products = self._reading_and_products(spec, weight_bytes, step)
-        attention = 4 * step.pairs * spec.query_size * spec.layers / self.attention_flops
+        reading_s, products_s = self._reading_and_products_s(spec, weight_bytes, step)
+        attention_s = 4 * step.pairs * spec.query_size * spec.layers / self.attention_flop_s
         traffic_bytes = step.tokens * spec.layers * self.element_bytes * moved_elements(spec)
-        hidden = HIDDEN_SHARE * min(reading, products)
-        moving = (traffic_bytes + step.cache_bytes) / self.bytes_per_second
-        launches = spec.layers * (LAYER_LAUNCH_ONE_S if step.tokens == 1 else self.layer_s)
-        return reading + products - hidden + attention + moving + launches + self._expanding(spec, weight_bytes, step)
+        hidden_s = HIDDEN_SHARE * min(reading_s, products_s)
+        moving_s = (traffic_bytes + step.cache_bytes) / self.bytes_per_second
+        launches_s = spec.layers * (LAYER_LAUNCH_ONE_S if step.tokens == 1 else self.layer_s)
+        expanding_s = self._expanding_s(spec, weight_bytes, step)
+        return reading_s + products_s - hidden_s + attention_s + moving_s + launches_s + expanding_s
 
-    def _reading_and_products(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
+    def _reading_and_products_s(self, spec: ModelSpec, weight_bytes: float, step: Step) -> tuple[float, float]:
         """Seconds of reading weights in the form that products read, and seconds of products."""
         packed, head = self.packed, spec.vocabulary_params
         layers_flop, head_flop = 2.0 * layer_params(spec) * step.tokens, 2.0 * head * step.answers
-        plain = (layers_flop + head_flop) / self.product_flops
+        plain_s = (layers_flop + head_flop) / self.product_flop_s
         if packed is None:
-            return weight_bytes / self.bytes_per_second, plain
+            return weight_bytes / self.bytes_per_second, plain_s
         if step.tokens > packed.most_tokens:
             head_bytes = self.element_bytes * head if self.head_bytes is None else self.head_bytes
-            return (self.element_bytes * layer_params(spec) + head_bytes) / self.bytes_per_second, plain
-        reading = weight_bytes / (self.bytes_per_second * packed.read_share)
+            return (self.element_bytes * layer_params(spec) + head_bytes) / self.bytes_per_second, plain_s
+        reading_s = weight_bytes / (self.bytes_per_second * packed.read_share)
         if step.tokens <= FEW_TOKENS:
-            return reading, plain
-        is_unpacked = self.head_bytes is not None and step.answers > FEW_TOKENS
-        head_flop /= packed.product_share if is_unpacked else 1
-        return reading, (layers_flop / packed.product_share + head_flop) / self.product_flops
+            return reading_s, plain_s
+        head_is_packed = self.head_bytes is not None and step.answers > FEW_TOKENS
+        head_flop /= packed.product_share if head_is_packed else 1
+        return reading_s, (layers_flop / packed.product_share + head_flop) / self.product_flop_s
 
-    def _expanding(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
+    def _expanding_s(self, spec: ModelSpec, weight_bytes: float, step: Step) -> float:
         """Seconds of dequantizing packed weights, in a step of many tokens; else 0."""
         if self.packed is None or step.tokens <= self.packed.most_tokens:
             return 0.0
