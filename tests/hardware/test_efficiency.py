@@ -69,13 +69,9 @@ def test_matmul_is_the_three_products_of_the_loss() -> None:
 @pytest.mark.parametrize("head", [64, 128])
 def test_attention_is_cudnns(head: int) -> None:
     forward = attention_ms("attention forward", head)
-    both = attention_ms("attention forward and backward", head)
     work = ATTENTION_ROWS * head
     assert by_head_size(MEASURED.attention_forward, head) * H200_BF16_TFLOP_S == pytest.approx(
         work / forward / 1e9, rel=0.005
-    )
-    assert by_head_size(MEASURED.attention_backward, head) * H200_BF16_TFLOP_S == pytest.approx(
-        2.5 * work / (both - forward) / 1e9, rel=0.005
     )
 
 

@@ -101,8 +101,6 @@ class Efficiency:
     loss. A single GEMM of 8192³ reaches 809, but the card does not sustain that clock."""
     attention_forward: ByHead = ((64, 456 / H200_BF16_TFLOP_S), (128, 628 / H200_BF16_TFLOP_S))
     """Causal attention of 2 × 8192 tokens by head size (kernel_parts.csv, cuDNN: 1.206 and 1.750 ms)."""
-    attention_backward: ByHead = ((64, 418 / H200_BF16_TFLOP_S), (128, 527 / H200_BF16_TFLOP_S))
-    """The same, backward alone: 4.492 − 1.206 and 6.965 − 1.750 ms for 2.5 times the forward's work."""
     own: AttentionShares = OWN
     bandwidth: float = 4136 / H200_GB_S
     """A copy on the card, bytes read plus bytes written (kernels.csv, copy_gb_s)."""

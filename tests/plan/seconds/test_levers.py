@@ -242,6 +242,16 @@ def test_factored_updates_are_as_slow_as_their_launches() -> None:
     assert times[1] > 3 * times[0]
 
 
+def test_expert_ranks_update_their_own_experts() -> None:
+    """Both of two ranks hold half of them, and each takes some half of the launches; the other weights are few."""
+    layouts = [Layout(data=2, micro_batch=1), Layout(data=2, expert=2, micro_batch=1)]
+    each, half = (
+        frame("mixtral-8x7b", 4096, 2, "2xH200", layout).step(Levers(optimizer_states="factored")).optimizer_s
+        for layout in layouts
+    )
+    assert 0.5 < half / each < 0.54
+
+
 def test_pipelines_without_zero_hide_no_gradients() -> None:
     staged = frame("llama-3.1-8b", 4096, 32, "8xA100-80GB", Layout(pipeline=2, data=4, micro_batch=1))
     assert staged.step(Levers()).data_s == staged.data.all_reduce_s

@@ -93,15 +93,17 @@ def _biases(spec: ModelSpec) -> int:
     return 3 * spec.qkv_bias + spec.output_bias + (spec.up_projections + 1) * spec.mlp_bias
 
 
-def update_launch_s(workload: Workload, levers: Levers, layers: int) -> float:
-    """Host seconds of launching the update after backward on a rank with `layers` layers."""
+def update_launch_s(workload: Workload, levers: Levers, layers: int, expert: int = 1) -> float:
+    """Host seconds of launching the update after backward on a rank with `layers` layers, of whose experts it holds one
+    in `expert`."""
     spec, wide = workload.spec, workload.updates_wide
     name = "" if is_torch_adamw(levers, wide=wide) else "optimizer_states=8bit"
     tensors, further_chunks = layer_tensors(spec), 0.0
     if state_format(levers, wide=wide) == "factored":
         name, tensors = "optimizer_states=factored", measured.USUAL_TENSORS  # most of it is for the matrices
         model = model_params(spec)
-        params = layers * (model.layer + model.layer_experts) + model.ends  # whole: rules refuse tensor ranks and ZeRO
+        # Whole but for experts: rules refuse tensor ranks and ZeRO.
+        params = layers * (model.layer + model.layer_experts / expert) + model.ends
         further_chunks = max(0.0, params / measured.CHUNK_WEIGHTS - measured.USUAL_MATRICES * layers)
     layer_ms = measured.UPDATE_MS[name] * tensors / measured.USUAL_TENSORS
     return 1e-3 * (measured.UPDATE_REST_MS + layers * layer_ms + further_chunks * measured.FURTHER_CHUNK_MS)
@@ -211,5 +213,5 @@ class HostLaunches:
     @cached_property
     def _update_launch_s(self) -> float:
         """The host's seconds of launching the update after backward."""
-        measured_s = update_launch_s(self.ctx.workload, self.levers, self.layers)
+        measured_s = update_launch_s(self.ctx.workload, self.levers, self.layers, self.layout.expert)
         return self.ctx.host_share * measured_s

@@ -15,6 +15,5 @@ def teacher_s(ctx: CostContext, layout: Layout) -> float:
     longest = max(teacher.spec.max_positions, workload.sequence_length)
     own = replace(workload, spec=replace(teacher.spec, max_positions=longest), teacher=None)
     layer = LayerTime(cost_context(own, ctx.machine), layout)
-    copy_bytes_s = ctx.machine.accelerator.host.copy_bytes_s
-    copied_s = teacher.weight_bytes / copy_bytes_s if teacher.place == "host" else 0.0
+    copied_s = teacher.weight_bytes / ctx.machine.host_copy_bytes_s if teacher.place == "host" else 0.0
     return teacher.spec.layers * layer.passes.forward_s + layer.head_forward_s + copied_s
