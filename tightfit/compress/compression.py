@@ -172,7 +172,8 @@ class _Compression:
         links = written_links(self.written_spec, shapes_of(self.written_spec))
         if self.form.name != "gptq" and any(link.transposed for link in links):
             family = self.written_spec.family
-            return f"it has no linear layers in {family} models, and leaves their codes out; use --format gptq"
+            told = f"it has no linear layers in {family} models, and leaves their codes out"
+            return f"{told}; use --format gptq, in one width"
         return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes))
 
     def run(self, progress: Progress) -> CompressionReport:
