@@ -106,9 +106,9 @@ BROKEN_RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "latent_attention_has_no_fp8": ({}, {"matmul": "fp8-row"}, {"spec": preset("tiny-deepseek-v3")}),
     "routed_layers_are_not_tiled": ({}, {"tiles": 2}, {"spec": ROUTED}),
     "a_student_is_whole": ({"tensor": 2}, {}, {"distills": True}),
+    "a_teacher_gets_whole_rows": ({"context": 2}, {}, {"distills": True}),
     "distillation_is_fused": ({}, {"loss": "plain"}, {"distills": True}),
     "features_are_kept": ({}, {"checkpoint_every": 1}, {"distills": True, "compares_features": True}),
-    "maps_are_of_whole_rows": ({"context": 2}, {}, {"distills": True, "compares_attention": True}),
     "rounded_weights_are_whole": ({"tensor": 2}, {}, {"rounding": ROUNDING}),
     "learned_scales_stay_on_the_gpu": ({}, {"offload": "optimizer"}, {"rounding": ROUNDING}),
     "learned_scales_are_summed_after_backward": (
@@ -240,6 +240,15 @@ def test_kept_zeros_are_refused_where_l1_is() -> None:
     assert refused_by_trainer(replace(bf16, shrinks=False, keeps_zeros=True)) is None
 
 
+@pytest.mark.parametrize("split", [{"zero": 1, "data": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}])
+def test_a_teacher_is_for_data_ranks_alone(split: dict[str, Any]) -> None:
+    said = refused_by_trainer(run_of((split, {}, {"distills": True})))
+    assert said is not None
+    assert "distill.teacher" in said
+    assert f"layout.{next(iter(split))} is" in said
+    assert refused_by_trainer(run_of(({"data": 2}, {}, {"distills": True}))) is None
+
+
 @pytest.mark.parametrize("name", BROKEN_RUNS)
 def test_rules_that_are_left_out_would_say_nothing(name: str) -> None:
     """Those that do not name levers read none, and those about a section say nothing where there is none of it."""
@@ -251,7 +260,7 @@ def test_rules_that_are_left_out_would_say_nothing(name: str) -> None:
         if "levers" not in rule.sections:
             assert rule.sentence(replace(run, levers=Unread())) == rule.sentence(run)  # type: ignore[arg-type]
         if rule.sections & set(EXTRAS):
-            assert rule.sentence(replace(plain, compares_attention=False)) is None
+            assert rule.sentence(plain) is None
     assert set(run_rules(frozenset(EXTRAS))) == set(RUN_RULES)
 
 

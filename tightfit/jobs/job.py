@@ -285,7 +285,6 @@ class Job(Section):
             sequence_length=self.data.sequence_length if spec is not None else None,
             distills=self.distill.teacher is not None,
             compares_features=self.distill.features > 0 or self.distill.attention > 0,
-            compares_attention=self.distill.attention > 0,
             rounding=self.quantize.rounding,
             adapted=self.adapter.adapted(spec=spec),
             shrinks=self.optimizer.l1 > 0,

@@ -7,7 +7,7 @@ def shard_holders(layout: Layout) -> int:
     """Data ranks with different shards of the states: under DDP those that hold all experts between them with their
     context ranks, or 1; a ZeRO group under hybrid sharding; else all."""
     if not layout.zero:
-        return -(-layout.expert // layout.context)
+        return -(-layout.expert * layout.data // layout.gradient_ranks)
     return layout.shard_inside or layout.data
 
 

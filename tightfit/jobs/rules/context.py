@@ -51,11 +51,11 @@ def capacities_are_of_whole_rows(run: Run) -> str | None:
     return None
 
 
-@rule(RUN_RULES, "distill.attention", "layout.context")
-def maps_are_of_whole_rows(run: Run) -> str | None:
-    if run.compares_attention and run.layout.context > 1:
+@rule(RUN_RULES, "distill.teacher", "layout.context")
+def a_teacher_gets_whole_rows(run: Run) -> str | None:
+    if run.distills and run.layout.context > 1:
         return (
-            f"distill.attention compares maps of whole rows, but layout.context is {run.layout.context}; set it to 1 "
-            "or distill.attention to 0"
+            "distill.teacher compares the logits of whole rows on every rank, but layout.context is "
+            f"{run.layout.context}; use layout.data alone"
         )
     return None

@@ -69,7 +69,6 @@ def _run_of(workload: "Workload", layout: "Layout", levers: "Levers") -> Run:
         sequence_length=workload.sequence_length,
         distills=teacher is not None,
         compares_features=teacher is not None and teacher.features + teacher.maps > 0,
-        compares_attention=teacher is not None and teacher.maps > 0,
         rounding=workload.rounding,
         adapted=workload.adapted,
         shrinks=workload.shrinks,

@@ -32,7 +32,6 @@ class Run:
     distills: bool = False
     """Whether the run has a teacher."""
     compares_features: bool = False
-    compares_attention: bool = False
     rounding: "WeightRounding | None" = None
     """How weights are rounded while they are trained."""
     adapted: "Adapted | None" = None
@@ -45,7 +44,7 @@ class Run:
     @property
     def extras(self) -> frozenset[str]:
         """The members of EXTRAS that this run uses."""
-        distills = self.distills or self.compares_features or self.compares_attention
+        distills = self.distills or self.compares_features
         return frozenset(
             compress(
                 EXTRAS,
