@@ -243,7 +243,19 @@ def _newest_steps() -> dict[tuple[str, str], dict[str, str]]:
 def hf_step() -> str:
     """The same of hf_step.py alone: a column for each way to run the Hugging Face model."""
     columns = {"huggingface": "as it is", "huggingface+liger": "with Liger", "huggingface+tightfit": "with ours"}
-    with (RESULTS / "hf_step.csv").open(encoding="utf-8", newline="") as file:
+    return _steps_by_column(RESULTS / "hf_step.csv", columns)
+
+
+def routed_step() -> str:
+    """Steps of routed models."""
+    grouped = "huggingface grouped_mm"
+    columns = {grouped: "transformers, grouped products", f"{grouped} + tightfit": "with ours", "tightfit": "tightfit"}
+    return _steps_by_column(RESULTS / "routed_step.csv", columns)
+
+
+def _steps_by_column(path: Path, columns: dict[str, str]) -> str:
+    """The newest steps of each case, a column for each implementation."""
+    with path.open(encoding="utf-8", newline="") as file:
         newest = {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
     rows = []
     for case in dict.fromkeys(case for case, _ in newest):
@@ -342,6 +354,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "job-fields": job_fields,
     "train-step": train_step,
     "hf-step": hf_step,
+    "routed-step": routed_step,
     "adapter-step": lambda: markdown_table(*adapter_rows(RESULTS / "adapter_step.csv")),
     "speed-summary": speed_summary,
     "default-run": default_run,

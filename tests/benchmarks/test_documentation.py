@@ -18,6 +18,14 @@ def test_generated_tables_are_up_to_date(page: Path) -> None:
     assert refreshed(text, but="plan-examples") == text, "run `make docs`"
 
 
+def test_the_readme_says_how_far_wide_experts_are_from_their_goal() -> None:
+    with (RESULTS / "routed_step.csv").open(encoding="utf-8", newline="") as file:
+        ms = {(row["case"], row["implementation"]): float(row["step_ms_p50"]) for row in csv.DictReader(file)}
+    ratio = ms["h200-mixtral", "huggingface grouped_mm"] / ms["h200-mixtral", "tightfit"]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert ("train less than 1.5 times as fast as in transformers with grouped products" in readme) == (ratio < 1.5)
+
+
 @sampled(3)
 @pytest.mark.parametrize(
     "number", range(len(EXAMPLES)), ids=lambda number: f"{EXAMPLES[number][0]} {EXAMPLES[number][1]}"
