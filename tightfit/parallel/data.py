@@ -69,26 +69,24 @@ def replicate(model: Decoder, mesh: DeviceMesh) -> DistributedDataParallel:
     replica = DistributedDataParallel(
         model, process_group=mesh.get_group("data"), gradient_as_bucket_view=True, init_sync=not fake
     )
-    group = mesh.get_group("data")
-    replica.register_comm_hook(group, _sum_each_hook if dist.get_backend(group) == dist.Backend.GLOO else _sum_hook)
+    replica.register_comm_hook(mesh.get_group("data"), _sum_hook)
     return replica
 
 
 def _sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """All-reduce by sum. DDP's own reduction divides by the number of ranks; multiplying that back would round."""
-    gradients: Tensor = bucket.buffer()
-    work = dist.all_reduce(gradients, group=group, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda _: gradients)  # a fake group's future has no value of its own
+    """All-reduce by sum. DDP's own reduction divides by the number of ranks; multiplying that back would round.
 
-
-def _sum_each_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """The same, one gradient at a time. Gloo's order of additions depends on where in its tensor a number is, and DDP's
-    buckets are others in a run's first step than later, so that a resumed run would be rounded otherwise."""
-    works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in bucket.gradients()]
-    futures: list[Future[Any]] = [work.get_future() for work in works if work is not None]
+    With gloo one gradient at a time: its order of additions depends on where in its tensor a number is, and DDP's
+    buckets are others in a run's first step than later, so that a resumed run would be rounded otherwise.
+    """
     whole: Tensor = bucket.buffer()
-    return collect_all(futures).then(lambda _: whole)
+    if dist.get_backend(group) == dist.Backend.GLOO:
+        works = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in bucket.gradients()]
+        futures: list[Future[Any]] = [work.get_future() for work in works if work is not None]
+        return collect_all(futures).then(lambda _: whole)
+    work = dist.all_reduce(whole, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda _: whole)  # a fake group's future has no value of its own
 
 
 def shard(model: Decoder, mesh: DeviceMesh, zero: int, precision: PrecisionName) -> Decoder:
