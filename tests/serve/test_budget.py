@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.covering import sampled
 from tests.serve.conftest import SHAPE
-from tightfit.memory.formulas.serving import serving_ledger
+from tightfit.memory.formulas.serving import cache_bytes_per_token, serving_ledger
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.serve import budget
@@ -85,6 +85,9 @@ def test_the_planned_cache_holds_as_many_requests_as_the_engines(wide: Decoder) 
     planned = [line.bytes for line in ledger.lines if line.detail == "keys and values"]
     assert planned == [engine.budget.cache_bytes]
     assert abs(engine.allocated_bytes / engine.budget.standing_bytes - 1) <= ALLOWED
+    shared = budget.decide_budget(engine.model, config, spec=spec)  # the model of several ranks
+    assert shared.pages == 0
+    assert shared.cache_bytes == 4 * 2048 * cache_bytes_per_token(spec, 4)
 
 
 @pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")

@@ -1,6 +1,7 @@
 """The scheduler and its pool without a model: no block is ever lost, held twice by mistake, or shared while written."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,6 +33,24 @@ def collect(scheduler: Scheduler, chunks: list[Chunk], rng: random.Random) -> No
         if own.state != "finished" and (own.generated >= own.sampling.max_tokens or rng.random() < 0.03):
             scheduler.remove(own, "stop")
         scheduler.cache_full_blocks(own)
+
+
+def arrive(
+    scheduler: Scheduler, alive: list[Sequence], rng: random.Random, token: Callable[[], int], arrived: int
+) -> int:
+    """Let some sequences arrive, of prompts drawn by `token`; how many had `arrived` then."""
+    for _ in range(rng.choice((0, 0, 1, 1, 2))):
+        prompt = [token() for _ in range(rng.choice((1, 3, 9, 20, 40)))]
+        alive.append(sequence(prompt, rng.randint(1, 30), rng.randrange(3), arrived))
+        scheduler.add(alive[-1])
+        arrived += 1
+    return arrived
+
+
+def cancel_one(scheduler: Scheduler, alive: list[Sequence], rng: random.Random, share: float) -> None:
+    """Cancel one of `alive` in that share of calls; in most where many wait."""
+    if alive and rng.random() < (share if scheduler.waiting < 30 else 0.9):
+        scheduler.remove(alive.pop(rng.randrange(len(alive))), "cancelled")
 
 
 def check(scheduler: Scheduler) -> None:
@@ -68,16 +87,12 @@ def test_ten_thousand_random_arrivals_cancels_and_preemptions_leave_the_pool_ful
     pool = BlockPool(size=24, block_size=4)
     limits = Limits(sequences=6, step_tokens=20, lookahead=lookahead)
     host = HostStore(cache_of(pool), host_bytes) if host_bytes else None
-    scheduler, alive, arrivals, flying = Scheduler(pool, limits, host), [], 0, []
+    scheduler, arrivals, flying = Scheduler(pool, limits, host), 0, []
+    alive: list[Sequence] = []
     while arrivals < 10_000 or scheduler.has_work:
-        for _ in range(rng.choice((0, 0, 1, 1, 2)) if arrivals < 10_000 else 0):
-            prompt = [rng.randrange(2) for _ in range(rng.choice((1, 3, 9, 20, 40)))]
-            made = sequence(prompt, rng.randint(1, 30), rng.randrange(3), arrivals)
-            scheduler.add(made)
-            alive.append(made)
-            arrivals += 1
-        if alive and rng.random() < (0.3 if scheduler.waiting < 30 else 0.9):
-            scheduler.remove(alive.pop(rng.randrange(len(alive))), "cancelled")
+        if arrivals < 10_000:
+            arrivals = arrive(scheduler, alive, rng, lambda: rng.randrange(2), arrivals)
+        cancel_one(scheduler, alive, rng, share=0.3)
         chunks = scheduler.schedule()
         assert sum(chunk.count + chunk.lookahead for chunk in chunks) <= limits.step_tokens
         assert len({id(chunk.sequence) for chunk in chunks}) == len(chunks)

@@ -11,7 +11,7 @@ import torch
 
 from tests.covering import sampled, thorough
 from tests.serve.conftest import SHAPE
-from tests.serve.test_scheduler import collect, sequence
+from tests.serve.test_scheduler import arrive, cancel_one, collect, sequence
 from tightfit.memory.formulas.serving import cache_bytes, cache_bytes_per_token, layer_token_bytes, pages_for
 from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
@@ -85,16 +85,12 @@ def test_every_token_sees_what_was_written_through_arrivals_cancels_and_preempti
     spec = replace(SHAPE, layers=2, kv_heads=1, head_dim=2, window=window, window_layers=(1,))
     cache = PagedCache(spec, blocks, BLOCK, torch.device("cpu"), torch.float64, "model", windows=windows)
     layer, host = Layer(windows, cache), HostStore(cache, host_bytes) if host_bytes else None
-    scheduler, alive, arrivals, cached = Scheduler(pool, limits, host, windows), [], 0, 0
+    scheduler, arrivals, cached = Scheduler(pool, limits, host, windows), 0, 0
+    alive: list[Sequence] = []
     while arrivals < 2_000 or scheduler.has_work:
-        for _ in range(rng.choice((0, 0, 1, 1, 2)) if arrivals < 2_000 else 0):
-            prompt = [int(rng.random() < 0.1) for _ in range(rng.choice((1, 3, 9, 20, 40)))]
-            made = sequence(prompt, rng.randint(1, 30), rng.randrange(3), arrivals)
-            scheduler.add(made)
-            alive.append(made)
-            arrivals += 1
-        if alive and rng.random() < (0.2 if scheduler.waiting < 30 else 0.9):
-            scheduler.remove(alive.pop(rng.randrange(len(alive))), "cancelled")
+        if arrivals < 2_000:
+            arrivals = arrive(scheduler, alive, rng, lambda: int(rng.random() < 0.1), arrivals)
+        cancel_one(scheduler, alive, rng, share=0.2)
         chunks = scheduler.schedule()
         layer.run(chunks)
         scheduler.mark_launched(chunks)
