@@ -1,12 +1,12 @@
 """Seconds and memory of a training step of routed models: transformers' grouped products, with ours inside, and ours.
 
-The workload, the loop and the checks are train_step.py's. The shapes are a few layers of Qwen3-MoE with 64 narrow
-experts and of Mixtral with 8 wide ones. Liger's fused experts, where it is installed, run in a process of their own, as
-it changes transformers' modules for good. Writes benchmarks/results/routed_step.csv.
+The workload, the loop and the checks are train_step.py's. The shapes are a few layers of each routed family, Qwen3-MoE
+with 64 of its experts. Liger's fused experts, where it is installed, run in a process of their own, as it changes
+transformers' modules for good. Writes benchmarks/results/routed_step.csv.
 
     python -m benchmarks.routed_step --case h200-qwen3 --case h200-mixtral
     python -m benchmarks.routed_step --case h200-qwen3 --only tightfit
-    python -m benchmarks.routed_step --case cpu-tiny
+    python -m benchmarks.routed_step --case cpu-qwen3
 """
 
 import argparse
@@ -26,29 +26,35 @@ from tightfit.hf import accelerate
 from tightfit.models.spec import ModelSpec
 
 
-def few_layers(spec: ModelSpec, layers: int, experts: int) -> ModelSpec:
-    """So many layers of a routed model, each with so many experts."""
+def few_layers(spec: ModelSpec, layers: int, experts: int | None = None) -> ModelSpec:
+    """The first layers of a routed model, each with so many experts (None: all of them)."""
     assert spec.experts is not None
-    return replace(spec, layers=layers, experts=replace(spec.experts, count=experts))
+    routed = replace(spec.experts, count=experts or spec.experts.count)
+    windows = tuple(layer for layer in spec.window_layers if layer < layers)
+    return replace(spec, layers=layers, window_layers=windows, experts=routed)
 
 
-def tiny(spec: ModelSpec) -> ModelSpec:
+def on_gpu(model: str, layers: int, experts: int | None = None) -> Case:
+    """So many layers in bfloat16 on 2 x 4096 tokens."""
+    return Case(model, 2, 4096, "cuda", torch.bfloat16, 10, False, partial(few_layers, layers=layers, experts=experts))
+
+
+def on_cpu(model: str) -> Case:
     """For a check on a CPU."""
-    assert spec.experts is not None
-    experts = replace(spec.experts, count=4, per_token=2, mlp_size=32)
-    return replace(
-        spec, layers=2, hidden_size=32, heads=4, kv_heads=2, head_dim=8, vocab_size=128, mlp_size=64, experts=experts
-    )
+    return Case(model, 2, 32, "cpu", torch.float32, 3, True)
 
 
 ROUTED = {
-    "h200-qwen3": Case(
-        "qwen3-30b-a3b", 2, 4096, "cuda", torch.bfloat16, 10, False, partial(few_layers, layers=6, experts=64)
-    ),
-    "h200-mixtral": Case(
-        "mixtral-8x7b", 2, 4096, "cuda", torch.bfloat16, 10, False, partial(few_layers, layers=4, experts=8)
-    ),
-    "cpu-tiny": Case("qwen3-30b-a3b", 2, 32, "cpu", torch.float32, 3, True, tiny),
+    "h200-qwen3": on_gpu("qwen3-30b-a3b", layers=6, experts=64),
+    "h200-mixtral": on_gpu("mixtral-8x7b", layers=4),
+    "h200-olmoe": on_gpu("olmoe-1b-7b", layers=6),
+    "h200-deepseek-v2": on_gpu("deepseek-v2-lite", layers=6),
+    "h200-gpt-oss": on_gpu("gpt-oss-20b", layers=4),
+    "cpu-qwen3": on_cpu("tiny-qwen3-moe"),
+    "cpu-mixtral": on_cpu("tiny-mixtral"),
+    "cpu-olmoe": on_cpu("tiny-olmoe"),
+    "cpu-deepseek-v2": on_cpu("tiny-deepseek-v2"),
+    "cpu-gpt-oss": on_cpu("tiny-gpt-oss"),
 }
 
 

@@ -106,7 +106,7 @@ class Bench:
     def _make_model(self) -> Decoder:
         torch.manual_seed(0)
         with torch.device(self.device):
-            model = Decoder(resolve_spec(MODELS[self.name])).to(self.dtype)
+            model = Decoder(resolve_spec(MODELS.get(self.name, self.name))).to(self.dtype)
         init_weights(model)
         if self.arguments.fp8:
             quantize_fp8(model, rounds_inputs=self.arguments.fp8 == BOTH)
@@ -251,7 +251,7 @@ CASES: list[Callable[[Bench], None]] = [start, warm_up, one_stream, batch, prefi
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=("1b", "8b"), action="append")
+    parser.add_argument("--model", action="append", help="1b, 8b or a preset")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes: a check that the script runs")
     parser.add_argument("--bits", type=int, help="integer weights of so many bits in groups")

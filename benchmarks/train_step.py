@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,20 +113,21 @@ def _their_model(spec: ModelSpec, case: Case) -> Any:
     config = config_from_spec(spec, dtype=str(case.dtype).removeprefix("torch."))
     hf_config = AutoConfig.for_model(**config)
     with torch.device(case.device):
-        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=case.dtype)
+        attention = "eager" if spec.sinks else "sdpa"  # transformers 5 refuses sdpa for layers with attention sinks
+        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=case.dtype)
     missing = set(model.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys)
-    missing -= {"lm_head.weight", *_fill_experts(model, ours)}
+    missing -= {"lm_head.weight", *_fill_experts(model, ours, missing)}
     assert not missing, missing
     model.tie_weights()
     return model.train()
 
 
 @torch.no_grad()
-def _fill_experts(model: Any, ours: Decoder) -> Iterator[str]:
-    """Copy routed layers, whose experts transformers keeps stacked, and name what was copied."""
-    stacked = [(name, module) for name, module in model.named_modules() if hasattr(module, "gate_up_proj")]
+def _fill_experts(model: Any, ours: Decoder, missing: Collection[str]) -> Iterator[str]:
+    """Copy experts that transformers stacks when it loads a directory, and name what was copied."""
+    stacked = [(name, module) for name, module in model.named_modules() if f"{name}.gate_up_proj" in missing]
     routed = [layer.mlp for layer in ours.layers if isinstance(layer.mlp, RoutedMlp)]
-    for (name, theirs), mlp in zip(stacked, routed, strict=True):
+    for (name, theirs), mlp in zip(stacked, routed if stacked else (), strict=True):
         theirs.gate_up_proj.copy_(torch.cat([mlp.experts.gate, mlp.experts.up], dim=1))
         theirs.down_proj.copy_(mlp.experts.down)
         block = model.get_submodule(name.rpartition(".")[0])

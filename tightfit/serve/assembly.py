@@ -58,7 +58,7 @@ def make_windows(spec: ModelSpec, config: EngineConfig, budget: Budget) -> Windo
     if not budget.pages or spec.window is None:
         return None
     sizes = {"pages": budget.pages, "blocks": budget.blocks, "block_size": config.block_size}
-    return WindowPages(**sizes, window=spec.window)
+    return WindowPages(**sizes, window=spec.window, step_tokens=config.step_tokens)
 
 
 def make_runner(

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 
 from tightfit.errors import UserError
-from tightfit.hardware.cpu import peak_resident_bytes
 from tightfit.jobs.job import Job
 from tightfit.jobs.paths import with_absolute_paths
 from tightfit.jobs.workload import Workload
@@ -47,6 +46,7 @@ from tightfit.train.frozen_base import saved_adapter
 from tightfit.train.metrics import METRICS_FILE, MetricsLog, SideFiles, read_metrics
 from tightfit.train.out_of_memory import Running, RunOutOfMemoryError, shortage_of
 from tightfit.train.pace import Pace, peak_flops
+from tightfit.train.peak_memory import forget_peak_memory, peak_memory_bytes
 from tightfit.train.pipeline_record import is_recorded, recorded
 from tightfit.train.precision import COMPUTE_DTYPES, choose_device
 from tightfit.train.preparation import Prepared, prepare
@@ -111,6 +111,7 @@ def run_job(
         raise UserError(sentence)
     with init_distributed(job.layout, choose_device(job.device)) as (mesh, device), ExitStack() as stack:
         use_expandable_segments(job.layout, device)
+        forget_peak_memory(device)
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
         decision = _agreed(ranks, lambda: _decided(job.output, start))
@@ -473,11 +474,6 @@ class _Run:
             loaded = load_model(str(self.saved), device=p.device, dtype=COMPUTE_DTYPES[p.precision])
         sampling = Sampling(max_tokens=settings.sample_tokens, temperature=settings.temperature, seed=self.job.seed)
         return [(prompt, "".join(next(iter(continue_text(loaded, prompt, sampling))))) for prompt in settings.prompts]
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak of allocated GPU memory, or of the process's resident memory on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def device_name(device: torch.device) -> str:

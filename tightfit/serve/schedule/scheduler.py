@@ -94,8 +94,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. At its full length it must fit the empty pool: then it can always be finished."""
-        longest = len(sequence.prompt) + sequence.sampling.max_tokens
-        assert self.pool.blocks_for(longest) <= self.pool.size
+        assert self.pool.blocks_for(sequence.longest) <= self.pool.size
         assert sequence.state == "new"
         self._push(sequence)
 
@@ -224,7 +223,8 @@ class Scheduler:
         return Chunk(sequence, sequence.stored, count, chooses=sequence.stored + count == sequence.length)
 
     def _admitted(self) -> Sequence | None:
-        """The first sequence in the queue, now running, if there are a slot and blocks for all its positions so far."""
+        """The first sequence in the queue, now running, if there are a slot, blocks for all its positions so far, and
+        pages for its window."""
         sequence = self._first_waiting()
         if sequence is None or sequence.pending or sequence in self._preempted:
             return None
@@ -241,7 +241,8 @@ class Scheduler:
     def _fits(self, sequence: Sequence) -> bool:
         found = self._found(sequence)
         need = self.pool.blocks_for(sequence.length) - len(found) + self.pool.free_among(found)
-        return bool(self._slots) and need <= self.pool.free
+        has_pages = self.windows is None or self.windows.fits(sequence)
+        return bool(self._slots) and need <= self.pool.free and has_pages
 
     def _found(self, sequence: Sequence) -> list[int]:
         """Blocks of its prefix that are in the cache; its last position is computed in any case."""
@@ -257,6 +258,8 @@ class Scheduler:
         sequence.stored = sequence.draft_stored = len(found) * self.pool.block_size
         sequence.remembered = len(found)
         sequence.blocks = [*found, *self._take(self.pool.blocks_for(sequence.length) - len(found))]
+        if self.windows is not None:
+            self.windows.promise(sequence)
         self._see(sequence, sequence.stored, sequence.stored)
         sequence.rewound = self.limits.rewind_at is not None and sequence.length > self.limits.rewind_at
         if not sequence.preemptions:

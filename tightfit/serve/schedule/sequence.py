@@ -57,6 +57,11 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
+    def longest(self) -> int:
+        """Positions of its prompt and of the longest answer it may get."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    @property
     def generated(self) -> int:
         """Tokens of the answer so far, the one being chosen included."""
         return self.length - len(self.prompt)

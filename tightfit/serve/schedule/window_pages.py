@@ -5,8 +5,9 @@ window see the last `window` positions alone, so of a block they have a page onl
 reaches it. There are fewer pages than blocks: memory holds longer sequences, and more of them. A page that no sequence
 sees keeps its contents until it is taken, the least recently seen first, so that prefixes can be found again.
 
-A block has one page whoever holds it. So with as many pages as blocks, or with `pages_for` (memory/formulas/serving.py)
-the windows of all sequences and the tokens of a step, there is always a page to take.
+A block has one page whoever holds it, so with as many pages as blocks there is always a page to take. With fewer, a
+sequence runs only if there are pages for its window beside those of all others that run and those that the tokens of a
+step are written to (`pages_for` in memory/formulas/serving.py).
 """
 
 from collections import OrderedDict
@@ -15,14 +16,15 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from tightfit.memory.formulas.serving import pages_for
 from tightfit.serve.schedule.sequence import Sequence
 
 
 class WindowPages:
     """Which of `pages` pages each of `blocks` blocks has; page number `pages` is for padding."""
 
-    def __init__(self, *, pages: int, blocks: int, block_size: int, window: int) -> None:
-        assert 1 <= pages <= blocks
+    def __init__(self, *, pages: int, blocks: int, block_size: int, window: int, step_tokens: int) -> None:
+        assert pages == blocks or pages_for(window, 1, step_tokens, block_size) <= pages < blocks
         self.pages, self.block_size, self.window = pages, block_size, window
         self.of_block = np.full(blocks + 1, pages, dtype=np.int32)
         """The page of each block; of blocks without one, and of the padding block, the page for padding."""
@@ -32,6 +34,17 @@ class WindowPages:
         self._readers = [0] * blocks
         self._idle = OrderedDict.fromkeys(range(pages))  # seen by no sequence, in the order in which they will be taken
         self._held: dict[Sequence, range] = {}
+        self._promised: dict[Sequence, int] = {}
+        self._unpromised = blocks if pages == blocks else pages - pages_for(window, 0, step_tokens, block_size)
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether a sequence that does not run would always find pages."""
+        return self.pages == len(self._readers) or self._most(sequence) <= self._unpromised
+
+    def promise(self, sequence: Sequence) -> None:
+        """Keep pages for a sequence that runs from now on, until it is dropped."""
+        self._promised[sequence] = self._most(sequence)
+        self._unpromised -= self._promised[sequence]
 
     def move(self, sequence: Sequence, start: int, end: int) -> None:
         """Hold the pages that tokens at [start, end) of a running sequence see or write, and no others of it."""
@@ -49,6 +62,7 @@ class WindowPages:
 
     def drop(self, sequence: Sequence) -> None:
         """Hold no pages of a sequence that stops; it still has its blocks."""
+        self._unpromised += self._promised.pop(sequence)
         for index in self._held.pop(sequence, range(0)):
             self._release(sequence.blocks[index])
 
@@ -77,6 +91,10 @@ class WindowPages:
             if together >= count - self.first_seen(count * self.block_size):
                 most = count
         return blocks[:most]
+
+    def _most(self, sequence: Sequence) -> int:
+        """Pages that a sequence holds at most, those for more than one token of a step aside."""
+        return min(pages_for(self.window, 1, 0, self.block_size), -(-sequence.longest // self.block_size))
 
     def _hold(self, block: int) -> None:
         page = int(self.of_block[block])
