@@ -45,9 +45,9 @@ class Load:
 
 LOAD = Load(
     EngineConfig(max_sequences=64, step_tokens=8192, max_length=32_768, cache_bytes=8 * 2**30, prefix_cache=False),
-    requests=48,
+    requests=32,
     prompt=4096,
-    answer=128,
+    answer=64,
 )
 TINY = Load(
     EngineConfig(max_sequences=8, step_tokens=64, max_length=256, cache_bytes=2**19, prefix_cache=False),

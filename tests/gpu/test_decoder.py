@@ -96,12 +96,12 @@ def test_attention_backends_agree(window: int | None, packed: bool) -> None:
 def test_a_whole_run_learns(precision: str, tmp_path: Path, corpus: Path, token_cache: Path) -> None:
     job = tiny_job(tmp_path / "run", corpus, token_cache, steps=40, precision=precision, device="cuda")
     torch.empty(2**32, dtype=torch.uint8, device="cuda")  # an earlier peak of this process is none of this run's
-    others = torch.cuda.memory_allocated()  # what other tests of this process still hold
+    others = torch.cuda.memory_allocated()  # what other tests of this process still hold, and may let go of
     result = run_job(job, quiet=True)
     assert result.start is not None
     assert result.end is not None
     assert result.end.loss < result.start.loss - 1.5
     assert result.precision == ("bf16" if precision == "auto" else precision)
-    assert 0 < result.peak_bytes - others < 2**30
+    assert 0 < result.peak_bytes < others + 2**30
     again = run_job(job.model_copy(update={"steps": 45}), resume=True, quiet=True)
     assert again.step == 45

@@ -24,10 +24,11 @@ from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.schedule import window_pages
 from tightfit.serve.schedule.block_pool import BlockPool
 from tightfit.serve.schedule.scheduler import Chunk, Limits, Scheduler
 from tightfit.serve.schedule.sequence import Sequence
-from tightfit.serve.schedule.window_pages import WindowPages
+from tightfit.serve.schedule.window_pages import LEAST_PIECE, WindowPages
 
 BLOCK = 4
 LIMITS = Limits(sequences=6, step_tokens=20)
@@ -72,6 +73,7 @@ class Layer:
         (9, 24, LIMITS.sequences, 3, 600),  # as many pages as blocks
         (1, 60, LIMITS.sequences, 0, 2**20),
         (16, 60, 2, 3, 2**20),  # pages for two of the sequences that there are slots for
+        (7, 60, 2, 9, 0),  # with more guesses than a block has positions
         thorough(9, 60, 2, 0, 0),
         thorough(5, 60, LIMITS.sequences, 3, 2**20),
         thorough(16, 60, LIMITS.sequences, 0, 600),
@@ -79,11 +81,13 @@ class Layer:
     ],
 )
 def test_every_token_sees_what_was_written_through_arrivals_cancels_and_preemptions(
-    window: int, blocks: int, at_once: int, lookahead: int, host_bytes: int
+    window: int, blocks: int, at_once: int, lookahead: int, host_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(window_pages, "LEAST_PIECE", BLOCK)
     rng = random.Random(window)
     pool, limits = BlockPool(blocks, BLOCK), replace(LIMITS, lookahead=lookahead)
-    pages = min(blocks, pages_for(window, at_once, limits.step_tokens, BLOCK))
+    step_tokens = limits.step_tokens if at_once == limits.sequences else BLOCK
+    pages = min(blocks, pages_for(window, at_once, step_tokens, BLOCK))
     windows = WindowPages(pages=pages, blocks=blocks, block_size=BLOCK, window=window, step_tokens=limits.step_tokens)
     spec = replace(SHAPE, layers=2, kv_heads=1, head_dim=2, window=window, window_layers=(1,))
     cache = PagedCache(spec, blocks, BLOCK, torch.device("cpu"), torch.float64, "model", windows=windows)
@@ -202,22 +206,22 @@ def test_a_prefix_whose_pages_went_to_others_is_found_again_once_it_is_computed_
 def test_memory_is_shared_between_blocks_and_pages(room: int, expected: tuple[int, int]) -> None:
     """Blocks of 1 byte and pages of 4: a page for every block, half of the room for either, or the pages of all windows
     and blocks for the rest."""
-    sizes = {"useful": 4000, "most_pages": 55, "least_pages": 10}
+    sizes = {"useful": 4000, "most_pages": 55, "fewest": 10}
     assert budget._blocks_and_pages(room, 1, 4, **sizes) == expected
     assert budget._blocks_and_pages(room, 5, 0, **sizes) == (min(4000, room // 5), 0)
 
 
 @pytest.mark.parametrize(("room", "expected"), [(30, (7, 7)), (100, (4000, 25)), (10**6, (4000, 55))])
 def test_layers_that_all_have_windows_need_pages_alone(room: int, expected: tuple[int, int]) -> None:
-    sizes = {"useful": 4000, "most_pages": 55, "least_pages": 10}
+    sizes = {"useful": 4000, "most_pages": 55, "fewest": 10}
     assert budget._blocks_and_pages(room, 0, 4, **sizes) == expected
 
 
 def test_no_division_of_memory_has_room_for_more_than_twice_as_many_requests() -> None:
     """Whatever their length, where neither the number of sequences nor a request's length ends it first."""
     window, step, block, most = 1024, 2048, 16, 64
-    sizes = {"useful": most * 2048, "most_pages": pages_for(window, most, step), "least_pages": 0}
-    spare = pages_for(window, 0, step)
+    sizes = {"useful": most * 2048, "most_pages": pages_for(window, most, step), "fewest": 0}
+    spare = pages_for(window, 0, LEAST_PIECE)
     for room, per_block, per_page in itertools.product((2 * 10**5, 10**6), (1, 3, 8), (5, 8, 40)):
         blocks, pages = budget._blocks_and_pages(room, per_block, per_page, **sizes)
         assert blocks * per_block + pages * per_page <= room

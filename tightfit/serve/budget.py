@@ -23,6 +23,7 @@ from tightfit.models.spec import ModelSpec
 from tightfit.plan.serving.cpu_weights import HOST_SHARE
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.forward.row_tiles import SIZES
+from tightfit.serve.schedule.window_pages import least_pages
 from tightfit.serve.weights.joint import half_bytes
 
 UNKNOWN_FREE_BYTES = 2**31
@@ -107,11 +108,9 @@ def decide_budget(
     useful = config.max_sequences * -(-longest // config.block_size)
     copy_bytes = _half_copy_bytes(model, config, free)
     room = _room(config, weight.device, free - copy_bytes, step_bytes)
-    most, least = (
-        0 if window is None else pages_for(window, sequences, config.step_tokens, config.block_size)
-        for sequences in (config.max_sequences, 1)
-    )
-    blocks, pages = _blocks_and_pages(room, per_block, per_page, useful=useful, most_pages=most, least_pages=least)
+    most = 0 if window is None else pages_for(window, config.max_sequences, config.step_tokens, config.block_size)
+    least = 0 if window is None else least_pages(window, config.step_tokens, config.block_size)
+    blocks, pages = _blocks_and_pages(room, per_block, per_page, useful=useful, most_pages=most, fewest=least)
     if blocks < 1:
         block_mib = (per_block + per_page) / 2**20
         raise UserError(
@@ -133,18 +132,18 @@ def decide_budget(
 
 
 def _blocks_and_pages(
-    room: int, per_block: int, per_page: int, *, useful: int, most_pages: int, least_pages: int
+    room: int, per_block: int, per_page: int, *, useful: int, most_pages: int, fewest: int
 ) -> tuple[int, int]:
     """Blocks, and pages of layers with a window, `useful` and `most_pages` of them at most.
 
     Where not all fit, either kind gets half of the room: whatever the lengths of requests, no other division has room
-    for more than twice as many. A page for every block where `least_pages` would not fit, or where that takes no more.
+    for more than twice as many. A page for every block where `fewest` would not fit, or where that takes no more.
     """
     if not per_page:
         return min(room // per_block, useful), 0
     pages = min(most_pages, max(room // 2, room - useful * per_block) // per_page)
     blocks = min((room - pages * per_page) // per_block, useful) if per_block else useful
-    if least_pages <= pages < blocks:
+    if fewest <= pages < blocks:
         return blocks, pages
     together = min(room // (per_block + per_page), useful)
     return together, together

@@ -115,8 +115,10 @@ class Scheduler:
         self._preempted = set()
         if self.limits.rewind_at is not None:
             self._rewind(self.limits.rewind_at)
-        for sequence in self.running if self.windows is not None else ():
-            self._see(sequence, sequence.stored, sequence.stored)
+        if self.windows is not None:
+            self.windows.begin_step()
+            for sequence in self.running:
+                self.windows.move(sequence, sequence.stored, sequence.stored)
         chunks, prompts = self._answers()
         budget = self.limits.step_tokens - sum(chunk.count + chunk.lookahead for chunk in chunks)
         for sequence in prompts:
@@ -203,12 +205,16 @@ class Scheduler:
         if self.windows is not None:
             self.windows.move(sequence, start, end)
 
+    def _room(self, sequence: Sequence, count: int) -> int:
+        """For how many of its next `count` tokens layers with a window have room."""
+        return count if self.windows is None else self.windows.room(sequence, sequence.stored, count)
+
     def _lookahead(self, sequence: Sequence, budget: int) -> int:
         """How many guesses there is room for, in the budget, the answer and the pool."""
         left = sequence.sampling.max_tokens - sequence.generated - 1
         if self.limits.rewind_at is not None and sequence.length <= self.limits.rewind_at:
             left = min(left, self.limits.rewind_at - sequence.length)
-        wanted = min(self.limits.lookahead, budget, left)
+        wanted = min(self.limits.lookahead, budget, left, self._room(sequence, 1 + self.limits.lookahead) - 1)
         if wanted <= 0 or sequence.pending:
             return 0
         need = self.pool.blocks_for(sequence.length + wanted) - len(sequence.blocks)
@@ -218,7 +224,7 @@ class Scheduler:
         return wanted
 
     def _piece(self, sequence: Sequence, budget: int) -> Chunk:
-        count = min(sequence.length - sequence.stored, budget)
+        count = self._room(sequence, min(sequence.length - sequence.stored, budget))
         self._see(sequence, sequence.stored, sequence.stored + count)
         return Chunk(sequence, sequence.stored, count, chooses=sequence.stored + count == sequence.length)
 

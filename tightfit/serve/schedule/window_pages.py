@@ -6,8 +6,9 @@ reaches it. There are fewer pages than blocks: memory holds longer sequences, an
 sees keeps its contents until it is taken, the least recently seen first, so that prefixes can be found again.
 
 A block has one page whoever holds it, so with as many pages as blocks there is always a page to take. With fewer, a
-sequence runs only if there are pages for its window beside those of all others that run and those that the tokens of a
-step are written to (`pages_for` in memory/formulas/serving.py).
+sequence runs only if pages for its window can be promised to it, beside those of all others that run. What nobody has
+been promised is lent to the tokens of a step: pieces of prompts are as long as there are pages for, together at least
+LEAST_PIECE.
 """
 
 from collections import OrderedDict
@@ -19,12 +20,20 @@ import numpy as np
 from tightfit.memory.formulas.serving import pages_for
 from tightfit.serve.schedule.sequence import Sequence
 
+LEAST_PIECE = 512
+"""Tokens of prompts that have pages in every step, however many sequences run: enough to keep a GPU busy."""
+
+
+def least_pages(window: int, step_tokens: int, block_size: int) -> int:
+    """Pages with which one sequence can run."""
+    return pages_for(window, 1, min(step_tokens, LEAST_PIECE), block_size)
+
 
 class WindowPages:
     """Which of `pages` pages each of `blocks` blocks has; page number `pages` is for padding."""
 
     def __init__(self, *, pages: int, blocks: int, block_size: int, window: int, step_tokens: int) -> None:
-        assert pages == blocks or pages_for(window, 1, step_tokens, block_size) <= pages < blocks
+        assert pages == blocks or least_pages(window, step_tokens, block_size) <= pages < blocks
         self.pages, self.block_size, self.window = pages, block_size, window
         self.of_block = np.full(blocks + 1, pages, dtype=np.int32)
         """The page of each block; of blocks without one, and of the padding block, the page for padding."""
@@ -35,16 +44,33 @@ class WindowPages:
         self._idle = OrderedDict.fromkeys(range(pages))  # seen by no sequence, in the order in which they will be taken
         self._held: dict[Sequence, range] = {}
         self._promised: dict[Sequence, int] = {}
-        self._unpromised = blocks if pages == blocks else pages - pages_for(window, 0, step_tokens, block_size)
+        self._unpromised, self._lent = pages, 0
+        self._kept = pages_for(window, 0, min(step_tokens, LEAST_PIECE), block_size)
+
+    @property
+    def is_ample(self) -> bool:
+        """Whether there is a page for every block."""
+        return self.pages == len(self._readers)
+
+    def begin_step(self) -> None:
+        """What was lent to tokens of the last step can be lent again."""
+        self._lent = 0
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether a sequence that does not run would always find pages."""
-        return self.pages == len(self._readers) or self._most(sequence) <= self._unpromised
+        """Whether pages can be promised to a sequence."""
+        return self.is_ample or self._most(sequence) <= self._unpromised - max(self._kept, self._lent)
 
     def promise(self, sequence: Sequence) -> None:
         """Keep pages for a sequence that runs from now on, until it is dropped."""
         self._promised[sequence] = self._most(sequence)
         self._unpromised -= self._promised[sequence]
+
+    def room(self, sequence: Sequence, start: int, count: int) -> int:
+        """For how many of `count` tokens from `start` on there are pages in this step: for a block of them at least."""
+        if self.is_ample:
+            return count
+        most = self._promised[sequence] + self._unpromised - self._lent
+        return min(count, (self.first_seen(start) + most) * self.block_size - start)
 
     def move(self, sequence: Sequence, start: int, end: int) -> None:
         """Hold the pages that tokens at [start, end) of a running sequence see or write, and no others of it."""
@@ -59,6 +85,7 @@ class WindowPages:
             if index not in held:
                 self._hold(sequence.blocks[index])
         self._held[sequence] = seen
+        self._lent += max(0, len(seen) - self._promised[sequence])
 
     def drop(self, sequence: Sequence) -> None:
         """Hold no pages of a sequence that stops; it still has its blocks."""
@@ -93,7 +120,7 @@ class WindowPages:
         return blocks[:most]
 
     def _most(self, sequence: Sequence) -> int:
-        """Pages that a sequence holds at most, those for more than one token of a step aside."""
+        """Pages that a sequence holds at most where a step takes no more than a block of its tokens."""
         return min(pages_for(self.window, 1, 0, self.block_size), -(-sequence.longest // self.block_size))
 
     def _hold(self, block: int) -> None:
