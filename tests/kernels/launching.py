@@ -33,6 +33,7 @@ import tightfit.kernels.experts.gather_rows
 import tightfit.kernels.experts.routed_mlp
 import tightfit.kernels.fp8.fp8_mlp
 import tightfit.kernels.fp8.fp8_quantize
+import tightfit.kernels.loss.distillation_rows
 import tightfit.kernels.loss.split_sum
 import tightfit.kernels.mlp.glu
 import tightfit.kernels.norm.row_norm
@@ -51,6 +52,7 @@ import tightfit.kernels.quantized.rounded_matmul
 import tightfit.kernels.quantized.spqr_linear
 from tests.kernels.compiling import compile_flash_attention
 from tests.kernels.test_spqr_linear import weights as spqr_weights
+from tightfit.kernels.loss.linear_distillation import DistillationTerms, Divergence
 from tightfit.kernels.triton_support import triton
 from tightfit.models.spec import Activation
 
@@ -150,6 +152,10 @@ def launch_everything(card: Card) -> None:
     logs = torch.ones(q.shape[:3])
     for joined in card.some((q, q, q.float(), (logs, logs)), (q.float(), q, q, None)):
         tightfit.kernels.attention.join_parts._launch(*joined)
+    divergences: tuple[Divergence, ...] = ("jsd", "reverse")
+    for divergence in card.some(*divergences):
+        terms = DistillationTerms(divergence=divergence)
+        tightfit.kernels.loss.distillation_rows.read_pair_rows(x, x, rows[:, 0], x[:, 0].float(), terms, torch.ones(1))
     sums = tightfit.kernels.loss.split_sum.SplitSum(x)
     for sums.is_empty in card.some(True, False):
         sums.add(0, x.float())

@@ -26,7 +26,7 @@ def test_kernels_compile_for_cards_that_are_not_here(variants: list[str]) -> Non
     updates = {"adamw", "adamw8bit", "adamw_list", "clip_estimate", "gradient_norm"}
     decoding = {"decode_linear", "decode_attention", "greedy", "rotate_store", "paged_attention", "paged_prefill"}
     decoding |= {"low_rank_rows", "top_k_top_p"}
-    routed = {"gather_rows", "routed_mlp", "split_sum"}
+    routed = {"gather_rows", "routed_mlp", "split_sum", "distillation_rows"}
     coded = {"quantized_linear", "packed_rows", "packed_vector", "spqr_linear"}
     newer = {"fp8_quantize", "fp8_mlp", "fp8_vector", "fp8_rows", "rounded_matmul", "few_rows", "packed_blocks"}
     assert rooms == {"row_norm", "glu", "rope", "join_parts"} | updates | decoding | routed | coded | newer

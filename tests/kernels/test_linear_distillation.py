@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.covering import sampled
-from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse
+from tests.kernels.truth import DEVICE, DTYPES, assert_no_worse, error
 from tightfit.errors import UserError
+from tightfit.kernels.loss import linear_distillation as loss_module
 from tightfit.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from tightfit.kernels.loss.linear_distillation import (
     DIVERGENCES,
@@ -16,6 +17,7 @@ from tightfit.kernels.loss.linear_distillation import (
     linear_distillation,
     linear_distillation_eager,
 )
+from tightfit.levers.policy.loss_chunks import SPLIT_SUM_BYTES, DistillationChunks
 
 N, H, G, V = 37, 24, 40, 101
 
@@ -92,6 +94,27 @@ def test_against_float64_autograd(terms: DistillationTerms, impl: str, chunk_byt
         fused(terms, parts, 11.0, chunk_bytes, 3.0, impl), by_autograd(terms, parts, 11.0), strict=True
     ):
         torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_sums_in_24_bits(divergence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk's products lie where its teacher's logits were, so padding of the next chunk's holds parts of floats.
+
+    Here of float32 hidden states, since the interpreter's bf16 is wrong; the weight is bf16, as its gradient is.
+    """
+    hidden, weight, *others = (x.to(DEVICE) for x in problem())
+    chunks = DistillationChunks(rows=16, taught_rows=5, sum_bytes=SPLIT_SUM_BYTES, taught_bytes=4 * V * H, row_bytes=0)
+    monkeypatch.setattr(loss_module, "_chunks", lambda *_, **__: chunks)
+    terms = DistillationTerms(divergence=divergence, teacher_softcap=3.0)
+    parts = (hidden, weight.bfloat16(), *others)
+    truth = by_autograd(terms, parts, 11.0)
+    for factor in (1.0, 3.0):
+        loss, d_hidden, d_weight = fused(terms, parts, 11.0, 1, factor, "triton")
+        assert d_weight.dtype == torch.bfloat16
+        assert error(loss, truth[0]) < 1e-5
+        assert error(d_hidden, truth[1]) < 2e-5
+        twice = 2 if factor > 1 else 1  # the test divides by the factor, in bf16
+        assert error(d_weight, truth[2]) <= 1.05 * twice * error(truth[2].bfloat16(), truth[2])
 
 
 @sampled(3)

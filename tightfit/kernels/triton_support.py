@@ -12,7 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tightfit.errors import UserError
 
-__all__ = ["DTYPES", "HAS_TRITON", "IMPLS", "Impl", "at_most", "is_interpreted", "tl", "triton", "use_triton"]
+__all__ = [
+    "DTYPES",
+    "HAS_TRITON",
+    "IMPLS",
+    "Impl",
+    "at_most",
+    "has_ptx",
+    "is_interpreted",
+    "tl",
+    "triton",
+    "use_triton",
+]
 
 try:
     import triton
@@ -60,6 +71,11 @@ def use_triton(impl: Impl, tensor: Tensor) -> bool:
 def is_interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU."""
     return _INTERPRETED
+
+
+def has_ptx() -> bool:
+    """Whether kernels may contain instructions of NVIDIA's cards."""
+    return not is_interpreted() and not torch.version.hip
 
 
 def at_most(registers: int | None) -> dict[str, int]:

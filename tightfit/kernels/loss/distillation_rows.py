@@ -3,17 +3,21 @@
 The formulas are in `linear_distillation.py`. One program reads a row of both models: once for three logsumexps (of z,
 of z / τ and of t / τ, the first two from one maximum), once for the sums over the vocabulary of a divergence, and
 for reverse KL and JSD once more for the gradient, whose Σ p r is a sum itself. Forward KL writes its gradient in the
-second pass. Sums are float32; rows are rounded once, when the gradient is stored. As in `logit_rows.py`, buffers are
-read and written up to their row stride: the padding must hold finite numbers and is set to zero.
+second pass. Sums are float32; rows are rounded once, when the gradient is stored. Logarithms are of base 2 until the
+end, and there is no division, as instructions take longer than memory does: with u = log₂ p, v = log₂ q, d = v − u,
+
+    log₂(p / m) = −log₂(β 2ᵈ + 1 − β),   log₂(q / m) = d + log₂(p / m)
+
+As in `logit_rows.py`, the student's buffer is read and written up to its row stride. The teacher's is read as far, and
+may hold anything in its padding.
 """
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from tightfit.kernels.loss.logit_rows import logit
-from tightfit.kernels.triton_support import tl, triton
+from tightfit.kernels.triton_support import has_ptx, tl, triton
 
 if TYPE_CHECKING:
     from tightfit.kernels.loss.linear_distillation import DistillationTerms
@@ -22,12 +26,16 @@ BLOCK, WARPS = 4096, 8
 KINDS = {"forward": 0, "reverse": 1, "jsd": 2}
 
 
-def read_pair_rows(logits: Tensor, taught: Tensor, labels: Tensor, terms: "DistillationTerms", scale: Tensor) -> Tensor:
-    """The loss of every row; `logits` [rows, V] become their own gradient times the one-element tensor `scale`."""
+def read_pair_rows(
+    logits: Tensor, taught: Tensor, labels: Tensor, losses: Tensor, terms: "DistillationTerms", scale: Tensor
+) -> None:
+    """Write the loss of every row; `logits` [rows, V] become their own gradient times the one-element `scale`.
+
+    `taught`, the teacher's, has the row stride of `logits`.
+    """
     rows, columns = logits.shape
-    losses = torch.empty(rows, device=logits.device, dtype=torch.float32)
     if rows == 0:
-        return losses
+        return
     pair_row_kernel[(rows,)](
         logits,
         taught,
@@ -44,19 +52,32 @@ def read_pair_rows(logits: Tensor, taught: Tensor, labels: Tensor, terms: "Disti
         KIND=KINDS[terms.divergence],
         HAS_SOFTCAP=terms.softcap is not None,
         HAS_TEACHER_SOFTCAP=terms.teacher_softcap is not None,
+        ASM=has_ptx(),
         BLOCK=min(BLOCK, triton.next_power_of_2(columns)),
         num_warps=WARPS,
     )
-    return losses
 
 
 @triton.jit
-def _mixture(log_p, log_q, beta):  # type: ignore[no-untyped-def]
-    """log(β q + (1 − β) p), from the larger term."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    a, b = log_q + tl.log2(beta) / LOG2E, log_p + tl.log2(1.0 - beta) / LOG2E
-    larger, smaller = tl.maximum(a, b), tl.minimum(a, b)
-    return larger + tl.log2(1.0 + tl.exp2((smaller - larger) * LOG2E)) / LOG2E
+def _logits(line, at, row_stride, columns, softcap, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits of a row, and beyond the vocabulary finite numbers whose probability is 0."""
+    x = tl.load(line + at, mask=at < row_stride, other=0.0)
+    return tl.where(at < columns, logit(x, 1.0, softcap, HAS_SOFTCAP), -1e15)
+
+
+@triton.jit
+def _over_mixture(d, beta, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """log₂(p / m) from d = log₂(q / p) that is at most 100.
+
+    Triton's log2 is 20 instructions, for the last bit and for subnormal numbers. The card's own is one, and wrong by at
+    most 2⁻²² between 1/2 and 2 (beyond, relative to the logarithm), less than log p and log q themselves.
+    """
+    m = beta * tl.exp2(d) + (1.0 - beta)
+    if ASM:
+        return -tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [m], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return -tl.log2(m)
 
 
 @triton.jit(do_not_specialize=["columns"])
@@ -76,10 +97,12 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEACHER_SOFTCAP: tl.constexpr,
+    ASM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row: logsumexps, then the divergence's sums, then the gradient."""
     LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0).to(tl.int64)
     line, taught = student + row * row_stride, teacher + row * row_stride
     offsets = tl.arange(0, BLOCK)
@@ -94,70 +117,65 @@ def pair_row_kernel(  # type: ignore[no-untyped-def]
         at_label = logit(tl.load(line + label), 1.0, softcap, HAS_SOFTCAP)
         cold = LOG2E / tau
         factor = tl.load(scale)
+        hard, soft = (1.0 - alpha) * factor, alpha * tau * factor
         largest, taught_largest = -float("inf"), -float("inf")
-        plain = tl.zeros([BLOCK], tl.float32)
-        soft = tl.zeros([BLOCK], tl.float32)
-        taught_soft = tl.zeros([BLOCK], tl.float32)
+        plain_sum = tl.zeros([BLOCK], tl.float32)
+        own_sum = tl.zeros([BLOCK], tl.float32)
+        taught_sum = tl.zeros([BLOCK], tl.float32)
         for block in range(blocks):
             at = block * BLOCK + offsets
-            real = at < columns
-            z = logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
-            t = logit(tl.load(taught + at, mask=at < row_stride, other=0.0), 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
-            z, t = tl.where(real, z, -float("inf")), tl.where(real, t, -float("inf"))
+            z = _logits(line, at, row_stride, columns, softcap, HAS_SOFTCAP)
+            t = _logits(taught, at, row_stride, columns, teacher_softcap, HAS_TEACHER_SOFTCAP)
             higher = tl.maximum(largest, tl.max(z, 0))
-            plain = plain * tl.exp2((largest - higher) * LOG2E) + tl.exp2((z - higher) * LOG2E)
-            soft = soft * tl.exp2((largest - higher) * cold) + tl.exp2((z - higher) * cold)
+            plain_sum = plain_sum * tl.exp2((largest - higher) * LOG2E) + tl.exp2((z - higher) * LOG2E)
+            own_sum = own_sum * tl.exp2((largest - higher) * cold) + tl.exp2((z - higher) * cold)
             largest = higher
             higher = tl.maximum(taught_largest, tl.max(t, 0))
-            taught_soft = taught_soft * tl.exp2((taught_largest - higher) * cold) + tl.exp2((t - higher) * cold)
+            taught_sum = taught_sum * tl.exp2((taught_largest - higher) * cold) + tl.exp2((t - higher) * cold)
             taught_largest = higher
-        total = largest + tl.log2(tl.sum(plain, 0)) / LOG2E
-        soft_total = largest / tau + tl.log2(tl.sum(soft, 0)) / LOG2E
-        taught_total = taught_largest / tau + tl.log2(tl.sum(taught_soft, 0)) / LOG2E
+        plain_total = largest * LOG2E + tl.log2(tl.sum(plain_sum, 0))
+        own_total = largest * cold + tl.log2(tl.sum(own_sum, 0))
+        taught_total = taught_largest * cold + tl.log2(tl.sum(taught_sum, 0))
         tl.debug_barrier()  # the label's logit has been read by all before any is overwritten
-        parts = tl.zeros([BLOCK], tl.float32)
-        own = tl.zeros([BLOCK], tl.float32)
+        taught_part = tl.zeros([BLOCK], tl.float32)
+        own_part = tl.zeros([BLOCK], tl.float32)
         for step in range(blocks):
             at = (blocks - 1 - step) * BLOCK + offsets
-            real = at < columns
-            z = logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
-            t = logit(tl.load(taught + at, mask=at < row_stride, other=0.0), 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
-            log_p, log_q = z / tau - soft_total, t / tau - taught_total
-            p, q = tl.exp2(log_p * LOG2E), tl.exp2(log_q * LOG2E)
+            z = _logits(line, at, row_stride, columns, softcap, HAS_SOFTCAP)
+            t = _logits(taught, at, row_stride, columns, teacher_softcap, HAS_TEACHER_SOFTCAP)
+            u, v = z * cold - own_total, t * cold - taught_total
+            p, q, d = tl.exp2(u), tl.exp2(v), v - u
             if KIND == 0:
-                parts += tl.where(real, q * (log_q - log_p), 0.0)
-                gradient = (1.0 - alpha) * tl.exp2((z - total) * LOG2E) + alpha * tau * (p - q)
-                gradient -= tl.where(at == label, 1.0 - alpha, 0.0)
+                taught_part += q * d
+                gradient = hard * tl.exp2(z * LOG2E - plain_total) + soft * (p - q)
+                gradient -= tl.where(at == label, hard, 0.0)
                 if HAS_SOFTCAP:
                     gradient *= 1.0 - (z / softcap) * (z / softcap)
-                gradient = tl.where(real, gradient * factor, 0.0).to(student.dtype.element_ty)
-                tl.store(line + at, gradient, mask=at < row_stride)
+                tl.store(line + at, gradient.to(student.dtype.element_ty), mask=at < row_stride)
             elif KIND == 1:
-                own += tl.where(real, p * (log_p - log_q), 0.0)
+                own_part -= p * d
             else:
-                log_m = _mixture(log_p, log_q, beta)
-                parts += tl.where(real, q * (log_q - log_m), 0.0)
-                own += tl.where(real, p * (log_p - log_m), 0.0)
-        apart, mean = tl.sum(parts, 0), tl.sum(own, 0)
+                d = tl.minimum(d, 100.0)
+                ratio = _over_mixture(d, beta, ASM)
+                taught_part += q * (d + ratio)
+                own_part += p * ratio
+        apart, mean = tl.sum(taught_part, 0), tl.sum(own_part, 0)
         if KIND == 1:
             apart = mean
         if KIND == 2:
             apart = beta * apart + (1.0 - beta) * mean
-        tl.store(losses + row, (1.0 - alpha) * (total - at_label) + alpha * tau * tau * apart)
+            soft *= 1.0 - beta
+        tl.store(losses + row, (1.0 - alpha) * (plain_total * LN2 - at_label) + alpha * tau * tau * LN2 * apart)
         if KIND > 0:
+            soft *= LN2
             for block in range(blocks):
                 at = block * BLOCK + offsets
-                z = logit(tl.load(line + at, mask=at < row_stride, other=0.0), 1.0, softcap, HAS_SOFTCAP)
-                t = tl.load(taught + at, mask=at < row_stride, other=0.0)
-                t = logit(t, 1.0, teacher_softcap, HAS_TEACHER_SOFTCAP)
-                log_p, log_q = z / tau - soft_total, t / tau - taught_total
-                if KIND == 1:
-                    slope = log_p - log_q - mean
-                else:
-                    slope = (1.0 - beta) * (log_p - _mixture(log_p, log_q, beta) - mean)
-                gradient = (1.0 - alpha) * tl.exp2((z - total) * LOG2E) + alpha * tau * slope * tl.exp2(log_p * LOG2E)
-                gradient -= tl.where(at == label, 1.0 - alpha, 0.0)
+                z = _logits(line, at, row_stride, columns, softcap, HAS_SOFTCAP)
+                t = _logits(taught, at, row_stride, columns, teacher_softcap, HAS_TEACHER_SOFTCAP)
+                u, v = z * cold - own_total, t * cold - taught_total
+                ratio = u - v if KIND == 1 else _over_mixture(tl.minimum(v - u, 100.0), beta, ASM)
+                gradient = hard * tl.exp2(z * LOG2E - plain_total) + soft * (ratio - mean) * tl.exp2(u)
+                gradient -= tl.where(at == label, hard, 0.0)
                 if HAS_SOFTCAP:
                     gradient *= 1.0 - (z / softcap) * (z / softcap)
-                gradient = tl.where(at < columns, gradient * factor, 0.0).to(student.dtype.element_ty)
-                tl.store(line + at, gradient, mask=at < row_stride)
+                tl.store(line + at, gradient.to(student.dtype.element_ty), mask=at < row_stride)

@@ -11,11 +11,13 @@ With the student's hidden states h [N, H] and weight W [V, H], the teacher's h' 
 | reverse | KL(p ‖ q) | p · (r − Σ p r),  r = log p − log q |
 | jsd | β KL(q ‖ m) + (1 − β) KL(p ‖ m),  m = β q + (1 − β) p | (1 − β) · p · (r − Σ p r),  r = log p − log m |
 
-A chunk of rows at a time is projected by both models, reduced to its loss and to ∂L/∂z, and multiplied out, as in
-`linear_cross_entropy.py`: gradients are computed in forward, and backward multiplies them by the incoming one. ∂L/∂z is
-already divided by the divisor: dividing ∂L/∂h afterwards would round it twice, which in bf16 made its error a third
-larger. Rows without a label count in neither term. Where chunks are few, the weight's gradient is summed in 24 bits
-(split_sum.py). Limits: no gradient for the teacher, no second derivatives, whole weights only.
+A chunk of rows at a time is projected by the student, reduced to its loss and to ∂L/∂z, and multiplied out, as in
+`linear_cross_entropy.py`: gradients are computed in forward, and backward multiplies them by the incoming one. Within a
+chunk the teacher projects fewer rows at a time, since its logits are done with once they are read: what they leave free
+makes the student's chunks larger, and sums over chunks fewer. ∂L/∂z is already divided by the divisor: dividing ∂L/∂h
+afterwards would round it twice, which in bf16 made its error a third larger. Rows without a label count in neither
+term. Where chunks are few, the weight's gradient is summed in 24 bits (split_sum.py), its products computed where the
+teacher's logits were. Limits: no gradient for the teacher, no second derivatives, whole weights only.
 """
 
 import math
@@ -37,11 +39,12 @@ from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.scaled_copy import scaled_copy
 from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.levers.policy.loss_chunks import (
+    SPLIT_SUM_BYTES,
     DistillationChunks,
     chunk_rows,
     distillation_chunks,
-    distillation_row_bytes,
     padded,
+    plain_row_bytes,
 )
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -102,10 +105,14 @@ def _chunks(hidden: Tensor, weight: Tensor, total: int, chunk_bytes: int, *, tri
     """Rows per chunk, whose logits fit into `chunk_bytes` and memory free meanwhile, and how dW is summed."""
     columns, width = weight.shape
     if not triton:
-        row_bytes = distillation_row_bytes(columns, hidden.element_size(), fused=False)
-        return DistillationChunks(max(1, chunk_rows(total, chunk_bytes // row_bytes)), sum_bytes=wide(hidden).itemsize)
+        row_bytes = plain_row_bytes(columns, hidden.element_size())
+        rows = max(1, chunk_rows(total, chunk_bytes // row_bytes))
+        return DistillationChunks(
+            rows=rows, taught_rows=rows, sum_bytes=wide(hidden).itemsize, taught_bytes=0, row_bytes=row_bytes
+        )
     narrow = hidden.is_cuda and hidden.dtype == weight.dtype == torch.bfloat16
-    return distillation_chunks(total, columns, width, weight.element_size(), chunk_bytes, narrow=narrow)
+    element_bytes = max(hidden.element_size(), weight.element_size())
+    return distillation_chunks(total, columns, width, element_bytes, chunk_bytes, narrow=narrow)
 
 
 def linear_distillation_eager(
@@ -165,32 +172,22 @@ class _LinearDistillation(torch.autograd.Function):
         triton: bool,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        split = SplitSum(weight) if wants_weight and chunks.sum_bytes < 4 else None
-        teacher_hidden = teacher_hidden.to(hidden.dtype) if triton else teacher_hidden
-        matrix, taught = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
+        split = SplitSum(weight) if wants_weight and chunks.sum_bytes == SPLIT_SUM_BYTES else None
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight: Tensor | None = None
         total = torch.zeros((), device=hidden.device, dtype=wide(hidden))
         scale = divisor.reciprocal() * _lift(hidden.dtype, divisor)
-        buffers = _buffers(hidden, matrix, min(chunks.rows, len(labels)), 2) if triton else []
+        pairs = _Fused if triton else _Plain
+        logits = pairs(hidden, weight, teacher_hidden, teacher_weight, labels, terms, scale, chunks)
         for span in spans(len(labels), chunks.rows):
-            h = hidden[span]
-            if triton:
-                d_logits, theirs = (buffer[: len(h), : len(matrix)] for buffer in buffers)
-                torch.mm(h, matrix.T, out=d_logits)
-                torch.mm(teacher_hidden[span], taught.T, out=theirs)
-                with on_device_of(hidden):
-                    losses = read_pair_rows(d_logits, theirs, labels[span], terms, scale)
-            else:
-                losses, wide_logits = _read_rows(h @ matrix.T, teacher_hidden[span] @ taught.T, labels[span], terms)
-                d_logits = wide_logits.mul_(scale).to(hidden.dtype)
+            losses, d_logits = logits.read(span)
             total += losses.sum()
             if d_hidden is not None:
-                write_product(d_hidden[span], d_logits, matrix, wide(hidden))
+                write_product(d_hidden[span], d_logits, logits.matrix, wide(hidden))
             if split is not None:
-                split.add_product(d_logits.T, h)
+                split.add_product(d_logits.T, hidden[span], logits.spare)
             elif wants_weight:
-                d_weight = add_product(d_weight, d_logits, h, wide(hidden))
+                d_weight = add_product(d_weight, d_logits, hidden[span], wide(hidden))
         high, low = (None, None) if split is None else (split.high, split.low)
         ctx.save_for_backward(d_hidden, d_weight, divisor, high, low)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -209,12 +206,58 @@ class _LinearDistillation(torch.autograd.Function):
         return *made, *(None,) * 7
 
 
-def _buffers(hidden: Tensor, weight: Tensor, rows: int, count: int) -> list[Tensor]:
-    """Buffers for logits, with zeros where rows are padded."""
-    made = [hidden.new_empty(rows, padded(weight.shape[0])) for _ in range(count)]
-    for buffer in made:
-        buffer[:, weight.shape[0] :] = 0
-    return made
+class _Plain:
+    """Logits of both models, a chunk of rows at a time."""
+
+    spare: Tensor
+    """Memory that is free between two calls of `read`."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        labels: Tensor,
+        terms: DistillationTerms,
+        scale: Tensor,
+        chunks: DistillationChunks,
+    ) -> None:
+        self.hidden, self.matrix = hidden, weight.to(hidden.dtype)
+        self.teacher_hidden, self.teacher_matrix = teacher_hidden, teacher_weight.to(teacher_hidden.dtype)
+        self.labels, self.terms, self.scale = labels, terms, scale
+
+    def read(self, span: slice) -> tuple[Tensor, Tensor]:
+        """Losses of the rows of `span`, and ∂L/∂(h Wᵀ) times `scale`, which the next call may overwrite."""
+        logits, taught = self.hidden[span] @ self.matrix.T, self.teacher_hidden[span] @ self.teacher_matrix.T
+        losses, gradient = _read_rows(logits, taught, self.labels[span], self.terms)
+        return losses, gradient.mul_(self.scale).to(logits.dtype)
+
+
+class _Fused(_Plain):
+    """By the kernel, in two buffers: the teacher's is for fewer rows, which are read one after another."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, *others: Any) -> None:
+        super().__init__(hidden, weight, teacher_hidden.to(hidden.dtype), *others)
+        chunks, columns = others[-1], len(weight)
+        self.taught_rows, self.width = chunks.taught_rows, padded(columns)
+        self.buffer = hidden.new_empty(chunks.rows, self.width)
+        self.buffer[:, columns:] = 0  # where rows are padded
+        self.spare = hidden.new_zeros(chunks.taught_bytes // hidden.element_size())
+
+    def read(self, span: slice) -> tuple[Tensor, Tensor]:
+        """See _Plain.read."""
+        h, g, labels, columns = self.hidden[span], self.teacher_hidden[span], self.labels[span], len(self.matrix)
+        logits = self.buffer[: len(h), :columns]
+        torch.mm(h, self.matrix.T, out=logits)
+        losses = torch.empty(len(h), device=h.device, dtype=torch.float32)
+        for part in spans(len(h), self.taught_rows):
+            rows = part.stop - part.start
+            taught = self.spare[: rows * self.width].view(rows, self.width)[:, :columns]
+            torch.mm(g[part], self.teacher_matrix.T, out=taught)
+            with on_device_of(h):
+                read_pair_rows(logits[part], taught, labels[part], losses[part], self.terms, self.scale)
+        return losses, logits
 
 
 def _lift(dtype: torch.dtype, divisor: Tensor) -> Tensor:

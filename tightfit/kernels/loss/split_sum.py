@@ -6,7 +6,7 @@ is rounded to bf16 in the end. Three bytes a number instead of four, and the upp
 
     float32 sums, then a bf16 copy: 4 + 2 bytes        24-bit sums, rounded in place: 3 bytes
 
-Products come in float32, a block of rows at a time. Bits are added and rounded as integers.
+Products come in float32, a block of rows at a time, in memory of the caller's. Bits are added and rounded as integers.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightfit.kernels.operators import on_device_of
 from tightfit.kernels.triton_support import tl, triton
-from tightfit.levers.policy.loss_chunks import SPLIT_PRODUCT_BYTES
+from tightfit.levers.policy.loss_chunks import product_rows
 
 BLOCK = 4096
 
@@ -27,19 +27,26 @@ class SplitSum:
         self.low = torch.empty(like.shape, device=like.device, dtype=torch.uint8)
         self.is_empty = True
 
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left · right, computed in float32; `left` is [rows, n] and may be a view."""
-        step = max(SPLIT_PRODUCT_BYTES // (4 * right.shape[1]), 1)
-        for start in range(0, len(left), step):
-            self.add(start, torch.mm(left[start : start + step], right, out_dtype=torch.float32))
+    def add_product(self, left: Tensor, right: Tensor, scratch: Tensor) -> None:
+        """Add left · right, computed in float32 in the flat `scratch`; `left` is [rows, n] and may be a view."""
+        rows, width = product_rows(*self.high.shape), right.shape[1]
+        room = scratch.view(torch.float32)
+        for start in range(0, len(left), rows):
+            part = left[start : start + rows]
+            product = room[: len(part) * width].view(len(part), width)
+            if right.is_cuda:
+                torch.mm(part, right, out_dtype=torch.float32, out=product)
+            else:
+                torch.mm(part.float(), right.float(), out=product)
+            self.add(start, product)
         self.is_empty = False
 
     def add(self, start: int, product: Tensor) -> None:
-        """Add float32 rows that begin at row `start`."""
+        """Add contiguous float32 rows that begin at row `start`."""
         here = slice(start, start + len(product))
         with on_device_of(product):
             split_add_kernel[(triton.cdiv(product.numel(), BLOCK),)](
-                product.contiguous(), self.high[here], self.low[here], product.numel(), FIRST=self.is_empty, BLOCK=BLOCK
+                product, self.high[here], self.low[here], product.numel(), FIRST=self.is_empty, BLOCK=BLOCK
             )
 
     def rounded(self, factor: Tensor, *, in_place: bool) -> Tensor:

@@ -26,7 +26,7 @@ from tightfit.kernels.overlap import launch_next, pdl, wait_for_previous
 from tightfit.kernels.quantized.packing import TILE_WORDS, has_strips, has_tiles
 from tightfit.kernels.quantized.vector_end import finish_outputs, load_or_zeros
 from tightfit.kernels.quantized.vector_inputs import inputs_of, larger_magnitude
-from tightfit.kernels.triton_support import at_most, is_interpreted, tl, triton
+from tightfit.kernels.triton_support import at_most, has_ptx, is_interpreted, tl, triton
 from tightfit.models.spec import Activation
 
 BITS = (4, 8)
@@ -315,14 +315,9 @@ def packed_vector(
             ROWS=chosen.rows,
             TILES=chosen.tiles,
             OVERLAP=overlap,
-            ASM=_has_asm(),
+            ASM=has_ptx(),
             num_warps=chosen.warps,
             **pdl(overlap),
             **at_most(chosen.registers),
         )
     return y
-
-
-def _has_asm() -> bool:
-    """Whether kernels may use NVIDIA's instructions: they are compiled, for NVIDIA."""
-    return not is_interpreted() and torch.version.hip is None

@@ -5,7 +5,7 @@
 | always | its weights, on the GPU or on the host |
 | before forward | its residual stream, a layer at work; if offloaded that layer's weights too |
 | until the loss | its normed hidden states, and those of compared layers |
-| loss | a chunk of both models' logits; if offloaded the teacher's output projection |
+| loss | a chunk of the student's logits and a part of the teacher's; if offloaded the teacher's output projection |
 | maps | [T, T] per row and compared layer until the loss; there also the student's scores, probabilities of all heads |
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.precision import FLOAT32_BYTES
 from tightfit.jobs.teacher import Teacher
-from tightfit.levers.policy.loss_chunks import SPLIT_PRODUCT_BYTES, distillation_chunks, distillation_row_bytes
+from tightfit.levers.policy.loss_chunks import distillation_chunks
 from tightfit.memory.formulas.layer import layer_cost
 from tightfit.memory.formulas.local_shape import LocalShape
 
@@ -30,7 +30,7 @@ class TeacherMemory:
     until_loss: int = 0
     at_loss: int = 0
     chunk: int = 0
-    """Logits of both models, a chunk at a time."""
+    """Logits of both models, and the products that are added to the gradient of the output projection."""
     sum_bytes: int = FLOAT32_BYTES
     """Bytes per number of the sum of the output projection's gradient: 4, or 3 (kernels/loss/split_sum.py)."""
 
@@ -47,10 +47,8 @@ def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: L
     teaching_maps_bytes = (teacher.maps + 3 * spec.heads) * map_bytes
     student_maps_bytes = teacher.maps * (3 * student.heads + 2) * map_bytes
     features_bytes = teacher.features * student_shape.hidden_bytes
-    row_bytes = distillation_row_bytes(student.vocab_size, element_bytes, fused=True)
     sizes = shape.tokens, student.vocab_size, student.hidden_size, element_bytes
     chunks = distillation_chunks(*sizes, levers.loss_chunk_bytes, narrow=bf16)
-    product_bytes = SPLIT_PRODUCT_BYTES if chunks.sum_bytes < FLOAT32_BYTES else 0
     working_bytes = layer_cost(shape, spec.layers - 1).forward_working
     return TeacherMemory(
         gpu_weights=0 if on_host else teacher.weight_bytes,
@@ -58,6 +56,6 @@ def teacher_memory(teacher: Teacher | None, student_shape: LocalShape, levers: L
         teaching=shape.hidden_bytes + working_bytes + arriving_bytes + teaching_maps_bytes,
         until_loss=shape.hidden_bytes + features_bytes + teacher.maps * map_bytes,
         at_loss=head_bytes + student_maps_bytes,
-        chunk=min(chunks.rows, shape.tokens) * row_bytes + product_bytes,
+        chunk=chunks.held_bytes,
         sum_bytes=chunks.sum_bytes,
     )
