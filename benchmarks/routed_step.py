@@ -73,9 +73,12 @@ LIGER = "huggingface + liger"
 
 
 def with_liger(model: Any) -> Any:
-    """With Liger's kernels, its fused experts among them."""
+    """With Liger's kernels, its fused experts among them; where it knows the family, as it does nothing elsewhere."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise SystemExit(f"Liger has nothing for {model.config.model_type}")
     _apply_liger_kernel_to_instance(model=model)
     return model
 

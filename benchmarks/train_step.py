@@ -113,13 +113,22 @@ def _their_model(spec: ModelSpec, case: Case) -> Any:
     config = config_from_spec(spec, dtype=str(case.dtype).removeprefix("torch."))
     hf_config = AutoConfig.for_model(**config)
     with torch.device(case.device):
-        attention = "eager" if spec.sinks else "sdpa"  # transformers 5 refuses sdpa for layers with attention sinks
-        model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=attention, dtype=case.dtype)
+        model = AutoModelForCausalLM.from_config(
+            hf_config, attn_implementation=_attention(spec, case), dtype=case.dtype
+        )
     missing = set(model.load_state_dict(to_hf_state(ours, spec), strict=False).missing_keys)
     missing -= {"lm_head.weight", *_fill_experts(model, ours, missing)}
     assert not missing, missing
     model.tie_weights()
     return model.train()
+
+
+def _attention(spec: ModelSpec, case: Case) -> str:
+    """The attention of transformers: sdpa, which it refuses with attention sinks; on a CPU flex attention has no
+    backward pass."""
+    if not spec.sinks:
+        return "sdpa"
+    return "flex_attention" if case.device == "cuda" else "eager"
 
 
 @torch.no_grad()

@@ -249,7 +249,12 @@ def hf_step() -> str:
 def routed_step() -> str:
     """Steps of routed models."""
     grouped = "huggingface grouped_mm"
-    columns = {grouped: "transformers, grouped products", f"{grouped} + tightfit": "with ours", "tightfit": "tightfit"}
+    columns = {
+        grouped: "transformers, grouped products",
+        "huggingface + liger": "with Liger",
+        f"{grouped} + tightfit": "with ours",
+        "tightfit": "tightfit",
+    }
     return _steps_by_column(RESULTS / "routed_step.csv", columns)
 
 
@@ -259,10 +264,10 @@ def _steps_by_column(path: Path, columns: dict[str, str]) -> str:
         newest = {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
     rows = []
     for case in dict.fromkeys(case for case, _ in newest):
-        found = [newest[case, name] for name in columns]
-        first = found[0]
+        found = [newest.get((case, name)) for name in columns]
+        first = next(row for row in found if row)
         workload = f"{first['model']} shape, {first['batch']} × {first['sequence_length']} tokens"
-        steps = [f"{row['step_ms_p50']} ms, {row['peak_gib']} GiB" for row in found]
+        steps = [f"{row['step_ms_p50']} ms, {row['peak_gib']} GiB" if row else "–" for row in found]
         rows.append((workload, *steps, f"`{first['commit']}`"))
     return markdown_table(("a training step", *columns.values(), "commit"), rows)
 
