@@ -33,6 +33,7 @@ SHAPES = {
     "tied-norms": replace(TINY, family="qwen3", layers=3, tied=True, qk_norm=True),
     "routed": replace(TINY_ROUTED, layers=3, mlp_size=32),
     "sinks": replace(preset("tiny-gpt-oss"), vocab_size=97),
+    "windows": replace(preset("tiny-gemma2"), vocab_size=98, window=6),
     "latent": replace(preset("tiny-deepseek-v3"), vocab_size=97),
 }
 CASES = [
@@ -42,6 +43,8 @@ CASES = [
     ("tied-norms", Spread(tensor=2, pipeline=2)),
     ("routed", Spread(tensor=2, pipeline=2)),
     ("sinks", Spread(tensor=2)),
+    ("windows", Spread(tensor=2)),
+    ("windows", Spread(pipeline=3)),  # the last has no layer with a window
     ("latent", Spread(pipeline=2)),
 ]
 
@@ -68,7 +71,9 @@ def serve_on_rank(source: str, spread: Spread, config: EngineConfig) -> list[lis
         follow(steps)
         return None
     runner = RankRunner(steps)
-    made = answered(Engine(share.model, None, config, ranks=runner))
+    engine = Engine(share.model, None, config, ranks=runner)
+    assert (engine.budget.pages > 0) == (share.model.spec.window is not None)
+    made = answered(engine)
     for other in runner.others:
         other.close()  # the processes stay for the next test
     return made
@@ -83,7 +88,7 @@ def saved(spec: ModelSpec, folder: Path) -> tuple[str, Decoder]:
     return str(folder), model.eval()
 
 
-@sampled(5)
+@sampled(7)
 @pytest.mark.parametrize(("name", "spread"), CASES, ids=lambda each: str(each))
 def test_ranks_answer_as_one_process(name: str, spread: Spread, group: Make, tmp_path: Path) -> None:
     source, model = saved(SHAPES[name], tmp_path / "model")

@@ -85,9 +85,11 @@ def test_the_planned_cache_holds_as_many_requests_as_the_engines(wide: Decoder) 
     planned = [line.bytes for line in ledger.lines if line.detail == "keys and values"]
     assert planned == [engine.budget.cache_bytes]
     assert abs(engine.allocated_bytes / engine.budget.standing_bytes - 1) <= ALLOWED
-    shared = budget.decide_budget(engine.model, config, spec=spec)  # the model of several ranks
-    assert shared.pages == 0
-    assert shared.cache_bytes == 4 * 2048 * cache_bytes_per_token(spec, 4)
+    stages = [replace(spec, layers=1, window_layers=own) for own in ((0,), (), (0,))]
+    shared = [budget.decide_budget(engine.model, config, spec=stage, agree=lambda *own: (512, 70)) for stage in stages]
+    assert [(each.blocks, each.pages) for each in shared] == [(512, 70)] * 3
+    layer_bytes = config.block_size * cache_bytes_per_token(stages[0], 4)
+    assert [each.cache_bytes for each in shared] == [70 * layer_bytes, 512 * layer_bytes, 70 * layer_bytes]
 
 
 @pytest.mark.skipif(not cpu_has_products(), reason="this CPU's torch has no products with 16-bit weights")

@@ -66,11 +66,10 @@ def make_runner(
     config: EngineConfig,
     budget: Budget,
     adapters: Mapping[str, Adapter],
-    windows: WindowPages | None = None,
 ) -> Runner:
     """The model over a cache of the budget's size."""
     weight, sizes = model.embed.weight, (budget.blocks, config.block_size)
-    cache = make_cache(model.spec, *sizes, weight.device, weight.dtype, config.cache_format, windows)
+    cache = make_cache(model.spec, *sizes, weight.device, weight.dtype, config.cache_format, budget.pages or None)
     if config.batch_invariant and weight.is_cuda and not cache.has_row_kernel:
         raise UserError("batch_invariant is on, but there is no kernel here for this model's attention; use cpu")
     return Runner(
@@ -103,12 +102,14 @@ def make_proposer(
             return DraftModel(make_draft_steps(make_draft_runner(draft, model, budget, config), config))
 
 
-def make_host(runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig) -> HostStore | None:
+def make_host(
+    runner: Runner | RankRunner, spec: ModelSpec, config: EngineConfig, windows: WindowPages | None
+) -> HostStore | None:
     """The host store for keys and values of preempted sequences; None over several ranks, and with LongRoPE, whose keys
     are computed again once a sequence outgrows the trained length."""
     if not config.host_bytes or isinstance(runner, RankRunner) or length_of_change(spec) is not None:
         return None
-    return HostStore(runner.cache, config.host_bytes)
+    return HostStore(runner.cache, config.host_bytes, windows)
 
 
 def make_steps(runner: Runner | RankRunner, config: EngineConfig) -> Steps | None:

@@ -7,6 +7,7 @@ what is left of its limit), of which a server takes a quarter at most. More bloc
 could use are never taken.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -84,16 +85,17 @@ def decide_budget(
     adapter_bytes: int = 0,
     spec: ModelSpec | None = None,
     draft_spec: ModelSpec | None = None,
+    agree: Callable[[int, int], tuple[int, ...]] | None = None,
 ) -> Budget:
     """The budget of an engine of `config` for a model whose weights (and adapters) are on their device already.
 
     `spec` has this rank's layers and key/value heads where several ranks share the model; `draft_spec` has the layers
-    whose keys and values are cached a second time for speculation by skipping layers. Layers with a window keep all
-    positions where ranks share the model.
+    whose keys and values are cached a second time for speculation by skipping layers. `agree` gives, for the blocks and
+    pages that this rank has room for, those that all ranks have room for.
     """
-    is_alone, spec, weight = spec is None, spec or model.spec, next(model.parameters())
+    spec, weight = spec or model.spec, next(model.parameters())
     longest = min(config.max_length or spec.max_positions, spec.max_positions)
-    window = split_window(spec, longest) if is_alone else None
+    window = split_window(model.spec, longest)
     layer_bytes = config.block_size * layer_token_bytes(spec, weight.element_size(), config.cache_format)
     per_page = 0 if window is None else layer_bytes * len(spec.window_layers)
     per_block = layer_bytes * spec.layers - per_page
@@ -105,12 +107,11 @@ def decide_budget(
     if isinstance(model.head, QuantizedLinear):
         step_bytes += model.head.expanding_bytes(max(_rows(config), _padded_rows(config, weight.device)))
     free = free_bytes(weight.device)
-    useful = config.max_sequences * -(-longest // config.block_size)
     copy_bytes = _half_copy_bytes(model, config, free)
     room = _room(config, weight.device, free - copy_bytes, step_bytes)
-    most = 0 if window is None else pages_for(window, config.max_sequences, config.step_tokens, config.block_size)
-    least = 0 if window is None else least_pages(window, config.step_tokens, config.block_size)
-    blocks, pages = _blocks_and_pages(room, per_block, per_page, useful=useful, most_pages=most, fewest=least)
+    blocks, pages = _places(room, config, window, longest, per_block, per_page)
+    if agree is not None:
+        blocks, pages = agree(blocks, pages)
     if blocks < 1:
         block_mib = (per_block + per_page) / 2**20
         raise UserError(
@@ -131,6 +132,19 @@ def decide_budget(
     )
 
 
+def _places(
+    room: int, config: EngineConfig, window: int | None, longest: int, per_block: int, per_page: int
+) -> tuple[int, int]:
+    """Blocks that there is room for and use of, and pages of layers with a window, 0 without any."""
+    useful = config.max_sequences * -(-longest // config.block_size)
+    if window is None or not per_page:  # other stages may have such layers: they find as many pages here as they like
+        blocks = min(room // per_block, useful)
+        return blocks, 0 if window is None else blocks
+    most = pages_for(window, config.max_sequences, config.step_tokens, config.block_size)
+    fewest = least_pages(window, config.step_tokens, config.block_size)
+    return _blocks_and_pages(room, per_block, per_page, useful=useful, most_pages=most, fewest=fewest)
+
+
 def _blocks_and_pages(
     room: int, per_block: int, per_page: int, *, useful: int, most_pages: int, fewest: int
 ) -> tuple[int, int]:
@@ -139,8 +153,6 @@ def _blocks_and_pages(
     Where not all fit, either kind gets half of the room: whatever the lengths of requests, no other division has room
     for more than twice as many. A page for every block where `fewest` would not fit, or where that takes no more.
     """
-    if not per_page:
-        return min(room // per_block, useful), 0
     pages = min(most_pages, max(room // 2, room - useful * per_block) // per_page)
     blocks = min((room - pages * per_page) // per_block, useful) if per_block else useful
     if fewest <= pages < blocks:

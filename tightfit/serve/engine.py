@@ -92,17 +92,17 @@ class Engine:
         )
         self.max_length = self.budget.max_length
         self.pool = BlockPool(self.budget.blocks, self.config.block_size)
-        windows = make_windows(model.spec, self.config, self.budget)
+        self._windows = make_windows(model.spec, self.config, self.budget)
         self.runner: Runner | RankRunner = (
-            ranks if ranks is not None else make_runner(model, self.config, self.budget, self.adapters, windows)
+            ranks if ranks is not None else make_runner(model, self.config, self.budget, self.adapters)
         )
         self.counts = Counts()
         self._proposer = make_proposer(self.runner, model, draft, self.budget, self.config)
         self._steps = make_steps(self.runner, self.config)
         capture_steps(self._steps, self._proposer, self.config, compiler)
         self.break_even = self._measure_break_even()
-        self.host = make_host(self.runner, model.spec, self.config)
-        self.scheduler = Scheduler(self.pool, self._limits(), self.host, windows)
+        self.host = make_host(self.runner, model.spec, self.config, self._windows)
+        self.scheduler = Scheduler(self.pool, self._limits(), self.host, self._windows)
         self._running: dict[Sequence, Running] = {}
         self._of_request: dict[str, list[Running]] = {}
         self._arrivals = 0
@@ -193,8 +193,9 @@ class Engine:
     def _schedule(self) -> list[Chunk]:
         """The chunks of the next step, whose layers with a window find their pages."""
         chunks = self.scheduler.schedule()
-        if isinstance(self.runner, Runner):
-            self.runner.cache.send_pages()
+        if self._windows is not None and self._windows.has_changed:
+            self.runner.set_pages(self._windows.of_block)
+            self._windows.has_changed = False
         return chunks
 
     def _launch(self, async_steps: AsyncSteps) -> list[Output]:

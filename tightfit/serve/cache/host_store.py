@@ -12,6 +12,7 @@ import torch
 from tightfit.serve.cache.paged import PagedCache
 from tightfit.serve.cache.storage import Storage
 from tightfit.serve.schedule.sequence import Sequence
+from tightfit.serve.schedule.window_pages import WindowPages
 
 
 @dataclass
@@ -29,10 +30,10 @@ class Saved:
 
 
 class HostStore:
-    """Holds up to `most_bytes` of blocks copied from `cache`."""
+    """Holds up to `most_bytes` of blocks copied from `cache`, and of the pages that `windows` gave them."""
 
-    def __init__(self, cache: PagedCache, most_bytes: int) -> None:
-        self.cache, self.most_bytes = cache, most_bytes
+    def __init__(self, cache: PagedCache, most_bytes: int, windows: WindowPages | None = None) -> None:
+        self.cache, self.most_bytes, self.windows = cache, most_bytes, windows
         self.saved_count = self.restored_count = 0
         self._saved: dict[Sequence, Saved] = {}
 
@@ -63,8 +64,8 @@ class HostStore:
         found = sequence.stored // self.cache.block_size
         sequence.stored = saved.stored
         self.cache.whole.paste(saved.blocks, self._blocks(sequence)[found:])
-        if saved.pages is not None and self.cache.windows is not None and self.cache.windowed is not None:
-            self.cache.windows.move(sequence, sequence.stored, sequence.stored)
+        if saved.pages is not None and self.windows is not None and self.cache.windowed is not None:
+            self.windows.move(sequence, sequence.stored, sequence.stored)
             self.cache.windowed.paste(saved.pages, self._pages(sequence, found))
         self.restored_count += 1
 
@@ -78,7 +79,7 @@ class HostStore:
 
     def _pages(self, sequence: Sequence, found: int = 0) -> list[int]:
         """The pages of those that the next token sees in layers with a window, but for the first `found` blocks."""
-        if self.cache.windows is None:
+        if self.windows is None:
             return []
-        first = max(found, self.cache.windows.first_seen(sequence.stored))
-        return [int(self.cache.windows.of_block[block]) for block in self._blocks(sequence)[first:]]
+        first = max(found, self.windows.first_seen(sequence.stored))
+        return [int(self.windows.of_block[block]) for block in self._blocks(sequence)[first:]]

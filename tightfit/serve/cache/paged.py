@@ -14,6 +14,7 @@ all such layers. Without `windows` they keep all positions in blocks, as other l
 
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,7 +32,6 @@ from tightfit.serve.cache.codes import CODES, as_numbers, decode, encode
 from tightfit.serve.cache.storage import Storage
 from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.step import Piece, Step
-from tightfit.serve.schedule.window_pages import WindowPages
 
 ROW_SPLITS = 8
 """Programs that split the keys of one token in `attend_rows`: as many whatever else is in the batch."""
@@ -50,7 +50,7 @@ class PagedCache:
         dtype: torch.dtype,
         form: CacheFormat = "model",
         impl: Impl = "auto",
-        windows: WindowPages | None = None,
+        pages: int | None = None,
     ) -> None:
         self.form: CacheFormat = form
         self.dtype, self.device, self.block_size, self.impl = dtype, device, block_size, impl
@@ -58,14 +58,13 @@ class PagedCache:
         self.step: Step | None = None
         self.padding_block = blocks
         """The block that padding rows write to; it belongs to no sequence."""
-        self.windows, pages = windows, 0 if windows is None else windows.pages
-        is_windowed = [windows is not None and spec.window_of(layer) is not None for layer in range(spec.layers)]
+        is_windowed = [pages is not None and spec.window_of(layer) is not None for layer in range(spec.layers)]
         self.whole = self._storage(spec, is_windowed.count(False), blocks)
-        self.windowed = self._storage(spec, is_windowed.count(True), pages) if windows is not None else None
+        self.windowed = None if pages is None else self._storage(spec, is_windowed.count(True), pages)
         rows = [is_windowed[:layer].count(own) for layer, own in enumerate(is_windowed)]
         self._rows = list(zip(is_windowed, rows, strict=True))
         """Of each layer, whether it is in `windowed`, and its row in that storage or in `whole`."""
-        self._pages = torch.full((blocks + 1,), pages, device=device, dtype=torch.int32)
+        self._pages = torch.full((blocks + 1,), pages or 0, device=device, dtype=torch.int32)
 
     def _storage(self, spec: ModelSpec, layers: int, blocks: int) -> Storage:
         parts, heads, width = stored_vectors(spec)
@@ -83,11 +82,9 @@ class PagedCache:
         """The dtype of stored numbers or codes."""
         return self.whole.numbers.dtype
 
-    def send_pages(self) -> None:
-        """Let the steps launched from now on find the pages that `windows` has given to blocks."""
-        if self.windows is not None and self.windows.has_changed:
-            self._pages.copy_(to_device(self.windows.of_block, self.device), non_blocking=True)
-            self.windows.has_changed = False
+    def set_pages(self, of_block: np.ndarray) -> None:
+        """Let the steps launched from now on find the pages that blocks have been given."""
+        self._pages.copy_(to_device(of_block, self.device), non_blocking=True)
 
     def places(self, layer: int, step: Step) -> Step:
         """`step` with the places that `layer` uses: blocks, or their pages."""

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +28,6 @@ from tightfit.serve.forward.program import Program
 from tightfit.serve.forward.rope_tables import RopeTables
 from tightfit.serve.forward.row_tiles import Passes, RowTiles
 from tightfit.serve.schedule.step import Step
-from tightfit.serve.schedule.window_pages import WindowPages
 from tightfit.serve.weights.joint import can_join
 
 
@@ -38,11 +38,11 @@ def make_cache(
     device: torch.device,
     dtype: torch.dtype,
     form: CacheFormat = "model",
-    windows: WindowPages | None = None,
+    pages: int | None = None,
 ) -> PagedCache:
     """The cache of a model of `spec`."""
     kind = PagedCache if spec.latent is None else LatentCache
-    return kind(spec, blocks, block_size, device, dtype, form, windows=windows)
+    return kind(spec, blocks, block_size, device, dtype, form, pages=pages)
 
 
 def run_layers(
@@ -124,6 +124,10 @@ class Runner:
     def adapter_numbers(self) -> dict[str, int]:
         """The adapters that captured steps know, by name."""
         return {} if self.program is None else self.program.choice.numbers
+
+    def set_pages(self, of_block: np.ndarray) -> None:
+        """Let the steps launched from now on find the pages that blocks have been given."""
+        self.cache.set_pages(of_block)
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:

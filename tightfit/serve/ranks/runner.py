@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,7 +38,13 @@ class RankSteps:
         # Layers count from the model's first, the cache from this stage's.
         self._cache_layers = {layer: layer - share.span.first for layer in range(share.span.first, share.span.last)}
         self.cache = make_cache(
-            share.local_spec, self.budget.blocks, config.block_size, self.device, self.dtype, config.cache_format
+            share.local_spec,
+            self.budget.blocks,
+            config.block_size,
+            self.device,
+            self.dtype,
+            config.cache_format,
+            self.budget.pages or None,
         )
         self.ropes = RopeTables(share.model.spec, self.budget.max_length, self.device, self.dtype)
 
@@ -92,14 +99,23 @@ class RankRunner:
         self.others = _connections(steps.share.spread.ranks)
         """Each of the other ranks ends when its connection is closed, at the latest by the end of this process."""
 
+    def set_pages(self, of_block: np.ndarray) -> None:
+        """Let the steps launched from now on find, on every rank, the pages that blocks have been given."""
+        self._send(of_block)
+        self.cache.set_pages(of_block)
+
     def logits(self, step: Step) -> Tensor:
         """Logits [R, V] of the step's rows; every rank has stored its keys and values."""
-        message = pickle.dumps(_moved(step, torch.device("cpu")))
-        for other in self.others:
-            other.send_bytes(message)
+        self._send(_moved(step, torch.device("cpu")))
         logits = self.steps.run(step)
         assert logits is not None
         return logits
+
+    def _send(self, message: Step | np.ndarray) -> None:
+        """A step to run, or the pages of blocks from now on, to all other ranks."""
+        sent = pickle.dumps(message)
+        for other in self.others:
+            other.send_bytes(sent)
 
 
 def follow(steps: RankSteps) -> None:
@@ -107,7 +123,11 @@ def follow(steps: RankSteps) -> None:
     address, key = _from_first_rank(None)
     with Client(address, authkey=key) as leader, suppress(EOFError, ConnectionResetError):
         while True:
-            steps.run(_moved(pickle.loads(leader.recv_bytes()), steps.device))
+            message = pickle.loads(leader.recv_bytes())
+            if isinstance(message, Step):
+                steps.run(_moved(message, steps.device))
+            else:
+                steps.cache.set_pages(message)
 
 
 def _connections(ranks: int) -> list[Connection]:

@@ -66,8 +66,10 @@ class RankShare:
     @property
     def local_spec(self) -> ModelSpec:
         """The model's shape with this rank's layers and key/value heads, as its cache has them."""
-        spec, tensor = self.model.spec, self.spread.tensor
-        return replace(spec, layers=self.span.last - self.span.first, kv_heads=max(1, spec.kv_heads // tensor))
+        spec, own = self.model.spec, range(self.span.first, self.span.last)
+        windows = tuple(own.index(layer) for layer in spec.window_layers if layer in own)
+        kv_heads = max(1, spec.kv_heads // self.spread.tensor)
+        return replace(spec, layers=len(own), kv_heads=kv_heads, window_layers=windows)
 
     @property
     def weight(self) -> Tensor:
@@ -126,15 +128,18 @@ def load_share(source: str, spread: Spread, device: torch.device, dtype: torch.d
 
 
 def agreed_budget(share: RankShare, config: EngineConfig) -> Budget:
-    """This rank's budget, with as many blocks as all ranks have room for."""
+    """This rank's budget, with as many blocks and pages as all ranks have room for."""
     # Ranks run the decoder's own layers, which have no 16-bit copy.
-    own = decide_budget(share.model, replace(config, half_weights=False), spec=share.local_spec)
-    least = torch.tensor([own.blocks], device=share.weight.device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    blocks = int(least)
-    return replace(
-        own,
-        blocks=blocks,
-        max_length=min(own.max_length, blocks * config.block_size),
-        cache_bytes=own.cache_bytes // own.blocks * blocks,
+    return decide_budget(
+        share.model,
+        replace(config, half_weights=False),
+        spec=share.local_spec,
+        agree=lambda blocks, pages: _least(blocks, pages, device=share.weight.device),
     )
+
+
+def _least(*counts: int, device: torch.device) -> tuple[int, ...]:
+    """Of each count the least that any rank has."""
+    least = torch.tensor(counts, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return tuple(int(count) for count in least)
