@@ -67,14 +67,20 @@ def keeping(windows: bool) -> Iterator[None]:
             yield
 
 
-def answered(engine: Engine, load: Load, count: int) -> tuple[float, Answers]:
-    """Seconds of `count` requests, and their answers."""
+def answered(engine: Engine, load: Load, count: int) -> tuple[int, float, Answers]:
+    """How many of `count` requests ran at a time, the seconds of all, and their answers."""
     draw = random.Random(7)
     prompts = [[draw.randrange(10, 200) for _ in range(load.prompt)] for _ in range(count)]
     sampling = Sampling(max_tokens=load.answer, temperature=0)
-    began = time.perf_counter()
-    made = engine.generate([Request(id=str(n), prompt=prompt, sampling=sampling) for n, prompt in enumerate(prompts)])
-    return time.perf_counter() - began, {name: list(found[0].tokens) for name, found in made.items()}
+    began, at_once = time.perf_counter(), 0
+    answers: Answers = {str(n): [] for n in range(count)}
+    for n, prompt in enumerate(prompts):
+        engine.submit(Request(id=str(n), prompt=prompt, sampling=sampling))
+    while engine.has_work:
+        for output in engine.step():
+            answers[output.request] += output.tokens
+        at_once = max(at_once, len(engine.scheduler.running))
+    return at_once, time.perf_counter() - began, answers
 
 
 @torch.no_grad()
@@ -89,8 +95,8 @@ def measure(name: str, load: Load, arguments: argparse.Namespace) -> None:
         with keeping(windows):
             engine = Engine(model, None, load.config)
         answered(engine, load, 2)
-        alone, _ = answered(engine, load, 1)
-        together, answers = answered(engine, load, load.requests)
+        _, alone, _ = answered(engine, load, 1)
+        at_once, together, answers = answered(engine, load, load.requests)
         first = first or answers
         row = {
             "model": name,
@@ -104,6 +110,7 @@ def measure(name: str, load: Load, arguments: argparse.Namespace) -> None:
             "one_request_s": f"{alone:.3f}",
             "all_requests_s": f"{together:.3f}",
             "output_tokens_per_second": f"{load.requests * load.answer / together:.1f}",
+            "at_once": at_once,
             "preemptions": engine.scheduler.preemptions,
             "same_answers": sum(first[each] == answers[each] for each in answers),
         }

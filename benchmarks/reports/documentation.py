@@ -60,6 +60,7 @@ from benchmarks.reports.serving import (
     speculation_rows,
     speed_commits,
     speed_rows,
+    window_rows,
 )
 from benchmarks.reports.sparse import sparse_rows
 from benchmarks.reports.step_profile import profile_rows
@@ -421,6 +422,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve-predicted": lambda: markdown_table(*cpu_prediction_rows(RESULTS)),
     "serve-requests": lambda: "\n\n".join(
         [markdown_table(*request_rows(RESULTS)), on_gpu_at(RESULTS, "serve_requests.csv")]
+    ),
+    "serve-windows": lambda: "\n\n".join(
+        [markdown_table(*window_rows(RESULTS)), on_gpu_at(RESULTS, "serve_windows.csv")]
     ),
     "serve-speculation": lambda: "\n\n".join(
         [markdown_table(*speculation_rows(RESULTS)), on_gpu_at(RESULTS, "serve_speculation.csv")]

@@ -203,6 +203,32 @@ def request_rows(results: Path) -> Table:
     ]
 
 
+def window_rows(results: Path) -> Table:
+    """Of each model, an engine that keeps what windows see and one that keeps all positions: the newest rows."""
+    newest = {(row["model"], row["keeps"]): row for row in read_rows(results / "serve_windows.csv")}
+    header = [
+        "",
+        "layers with windows keep",
+        "requests of",
+        "at a time",
+        "output, tok/s",
+        "one request",
+        "same answers",
+    ]
+    return header, [
+        [
+            model,
+            keeps,
+            f"{int(row['prompt']):,} + {row['answer']} tokens",
+            row["at_once"],
+            f"{float(row['output_tokens_per_second']):,.0f}",
+            f"{float(row['one_request_s']):.2f} s",
+            f"{row['same_answers']} of {row['requests']}",
+        ]
+        for (model, keeps), row in newest.items()
+    ]
+
+
 def on_gpu_at(results: Path, name: str) -> str:
     """Where the newest rows of a table were measured."""
     rows = [row for row in read_rows(results / name) if row["device"].startswith("NVIDIA")]
