@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.serve.running import CONFIG, Running, running
 from tests.serve.test_server import post, wait_until
+from tightfit.models.embedding import embed
 from tightfit.models.loading import LoadedModel
 from tightfit.models.text.tokenizer import Tokenizer
 from tightfit.serve.engine import Engine
-from tightfit.serve.http import app
 from tightfit.serve.http.guards import ServerLimits
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
@@ -83,14 +83,13 @@ def test_embeddings_are_limited_in_number_and_time(
 def test_a_request_that_was_admitted_is_answered_whole(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many texts it has, and whatever is asked while they are read."""
     engine, reading, goes_on = Engine(loaded.model, loaded.tokenizer, CONFIG), threading.Event(), threading.Event()
-    real = app.embed
 
     def slow(*args: Any) -> Tensor:
         reading.set()
         assert goes_on.wait(60)
-        return real(*args)
+        return embed(*args)
 
-    monkeypatch.setattr(app, "embed", slow)
+    monkeypatch.setattr("tightfit.serve.http.app.embed", slow)
     several, one = b'{"input": ["a", "b", "c", "d"]}', b'{"prompt": "a", "max_tokens": 2}'
     with running(loaded, engine, ServerLimits(requests=1)) as server, ThreadPoolExecutor(1) as client:
         first = client.submit(post, server, "/v1/embeddings", several)

@@ -222,6 +222,15 @@ def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return by_module
 
 
+def transformers_limit(form: FileFormat, spec: ModelSpec, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> str:
+    """Why transformers does not load a model of this shape from the layout `form`, given the schemes of its coded
+    modules and its plain ones by Hugging Face's names; empty where nothing is known against it."""
+    if form.name != "gptq" and any(link.transposed for link in written_links(spec, shapes_of(spec))):
+        told = f"it has no linear layers in {spec.family} models, and leaves their codes out"
+        return f"{told}; use --format gptq, in one width"
+    return form.transformers_limit(schemes, plain)
+
+
 def _without(name: str, ends: tuple[str, ...]) -> str:
     """`name` without the longest of these endings."""
     return name.removesuffix(max((end for end in ends if name.endswith(end)), key=len))
