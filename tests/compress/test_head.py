@@ -283,6 +283,26 @@ def test_the_measured_loss_is_that_of_both_ends(apart: Path, text: Path, token_c
     assert with_head.measured.kl > 10 * without.measured.kl
 
 
+@pytest.mark.parametrize("bits", [8, None], ids=["coded", "plain"])
+def test_a_projection_of_its_own_is_not_ignored_where_the_config_ties_it(
+    bits: int | None, apart: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers computes with it, where it can."""
+    small = tmp_path / "small"
+    run_without_text(apart, small, recipe_of("rtn", head=bits, **LAYERS))
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    told = "has codes of lm_head, which config" if bits else "lm_head.weight in .* is not model.embed_tokens.weight"
+    for load in (load_model, lambda path: load_into(random_model(SPEC), path)):
+        with pytest.raises(UserError, match=f"{told}.* ties.*set tie_word_embeddings to false"):
+            load(str(small))
+    with pytest.raises(UserError, match=told):
+        convert(str(small), tmp_path / "other", "gptq")
+    if bits is not None:
+        planned = Run(capfd, monkeypatch, "plan", str(small), "--on", "T4", "--serve", "--context", "64")
+        assert (planned.code, "has codes of lm_head" in planned.err) == (2, True)
+
+
 def test_planned_as_it_is_held(
     apart: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

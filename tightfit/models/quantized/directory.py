@@ -21,6 +21,7 @@ from tightfit.models.quantized.coded_weight import CodedWeight, require_stacking
 from tightfit.models.quantized.experts import QuantizedStack
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.registry import format_of
+from tightfit.models.quantized.held_weights import refuse_tied_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import read_config
@@ -49,6 +50,9 @@ class QuantizedDirectory:
         self.modules = {_without(name, ends) for name in self._file_of if name.endswith(ends)}
         self.shapes = shapes_of(spec)
         self.tensor_maps = plain_files._match(self._collapsed(), self.shapes, spec, str(directory))
+        if any(plain_files._canonical(f"{module}.weight", spec) == plain_files.HEAD for module in self.modules):
+            refuse_tied_codes(spec, directory)
+        plain_files.require_tied(self._file_of, self.tensor_maps, spec)
 
     def _collapsed(self) -> list[str]:
         """The names that an unquantized model of the same modules would have."""
