@@ -151,26 +151,26 @@ async def _all_outputs(
             async for output in outputs:
                 yield output.index, output
         return
-    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue()
 
     async def pump(first: int, request: Request) -> None:
-        async with contextlib.aclosing(service.outputs(request, seconds)) as outputs:
-            async for output in outputs:
-                queue.put_nowait((first + output.index, output))
-        queue.put_nowait(None)
+        try:
+            async with contextlib.aclosing(service.outputs(request, seconds)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((first + output.index, output))
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
 
     count = asked.body.n
     tasks = [asyncio.create_task(pump(place * count, each)) for place, each in enumerate(asked.requests)]
     try:
         left = len(tasks)
         while left:
-            getter = asyncio.create_task(queue.get())
-            await asyncio.wait((getter, *tasks), return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done() and task.exception() is not None:
-                    getter.cancel()
-                    raise task.exception()  # type: ignore[misc]
-            found = await getter
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
             if found is None:
                 left -= 1
             else:
