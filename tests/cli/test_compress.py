@@ -179,6 +179,10 @@ def test_what_transformers_does_not_load_is_said(tiny: Path, tmp_path: Path, tig
         assert ("transformers 5.23 not: rows with a zero point" in made.err) is is_said
         cost = json.loads((tmp_path / f"{group}/report.json").read_text())["predicted"]
         assert bool(cost["transformers_limit"]) is is_said
+        other = (tmp_path / f"{group}", tmp_path / f"other{group}", "--format", "compressed-tensors")
+        assert ("transformers 5.23 not: rows with a zero point" in tightfit("export", *other).out) is is_said
+    told = tightfit("compress", tiny, "--method", "binary", "--group", 32, "--out", tmp_path / "signs").err
+    assert "tightfit will load it, transformers 5.23 not: this layout is tightfit's own" in told
 
 
 def test_a_report_beside_the_model_and_sizes_against_perplexity(

@@ -362,6 +362,9 @@ def test_that_transformers_leaves_out_codes_of_gpt2_is_said(form: str, tokenizer
     job = CompressionJob(model=str(tmp_path / "model"), out=tmp_path / "small", recipe=recipe, format=form)
     compress(job, said.append, lambda done, total, layer: None)
     assert said[0].transformers_limit.startswith("it has no linear layers in gpt2 models") is (form != "gptq")
+    for other in ("compressed-tensors", "gptq"):
+        exported = convert(str(tmp_path / "small"), tmp_path / other, other)
+        assert exported.transformers_limit.startswith("it has no linear layers in gpt2 models") is (other != "gptq")
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt2"])

@@ -18,13 +18,15 @@ from tests.compress.conftest import SPEC, random_model
 from tests.compress.held import assert_held_as_said, counted_bytes
 from tests.compress.test_compression import TOKENS, logits, run
 from tests.covering import sampled
+from tightfit.compress.calibration.inputs import InputStatistics
 from tightfit.compress.compression import CompressionJob, compress
 from tightfit.compress.conversion import convert
 from tightfit.compress.cost import predict
 from tightfit.compress.fit.bit_choice import settled_for
-from tightfit.compress.layer_compression import compress_layer
+from tightfit.compress.head_compression import code_head
+from tightfit.compress.layer_compression import code_weight, compress_layer
 from tightfit.compress.recipe import Recipe, Step, read_recipe, recipe_of
-from tightfit.compress.rounding.gptq import gptq
+from tightfit.compress.rounding.gptq import gptq, inverse_factor
 from tightfit.errors import UserError
 from tightfit.models.decoder import Decoder
 from tightfit.models.loading import load_into, load_model
@@ -281,6 +283,55 @@ def test_the_measured_loss_is_that_of_both_ends(apart: Path, text: Path, token_c
     assert with_head.measured.kl is not None
     assert without.measured.kl is not None
     assert with_head.measured.kl > 10 * without.measured.kl
+
+
+@pytest.mark.parametrize("bits", [8, None], ids=["coded", "plain"])
+def test_a_projection_of_its_own_is_not_ignored_where_the_config_ties_it(
+    bits: int | None, apart: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers computes with it, where it can."""
+    small = tmp_path / "small"
+    run_without_text(apart, small, recipe_of("rtn", head=bits, **LAYERS))
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    told = "has codes of lm_head, which config" if bits else "lm_head.weight in .* is not model.embed_tokens.weight"
+    for load in (load_model, lambda path: load_into(random_model(SPEC), path)):
+        with pytest.raises(UserError, match=f"{told}.* ties.*set tie_word_embeddings to false"):
+            load(str(small))
+    with pytest.raises(UserError, match=told):
+        convert(str(small), tmp_path / "other", "gptq")
+    if bits is not None:
+        planned = Run(capfd, monkeypatch, "plan", str(small), "--on", "T4", "--serve", "--context", "64")
+        assert (planned.code, "has codes of lm_head" in planned.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(method="gptq", bits=4, group=32, layers=(HEAD,)),
+        Step(method="gptq", bits=8, act_order="none", layers=(HEAD,)),
+    ],
+    ids=["by importance", "in order"],
+)
+def test_inputs_are_inverted_once_for_all_rows(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the codes of pieces that are coded by themselves."""
+    rows, model, inversions = 100, random_model(APART), list[int]()
+    stream = [torch.randn(2, 40, SPEC.hidden_size)]
+    seen = InputStatistics(SPEC.hidden_size, torch.device("cpu"))
+    seen.add(model.norm(stream[0]))
+    pieces = [code_weight(HEAD, piece.detach(), seen, step) for piece in model.head.weight.split(rows)]
+
+    def counted(hessian: Tensor, damping: float) -> Tensor:
+        inversions.append(len(hessian))
+        return inverse_factor(hessian, damping)
+
+    monkeypatch.setattr("tightfit.compress.rounding.gptq.inverse_factor", counted)
+    monkeypatch.setattr("tightfit.compress.head_compression.HEAD_ROWS", rows)
+    coded, _ = code_head(model, stream, step)
+    assert inversions == [SPEC.hidden_size]
+    assert len(pieces) > 2
+    assert torch.equal(coded.codes, torch.cat([piece.codes for piece in pieces]))
+    assert torch.equal(coded.dequantize(), torch.cat([piece.dequantize() for piece in pieces]))
 
 
 def test_planned_as_it_is_held(

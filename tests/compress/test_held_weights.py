@@ -146,6 +146,25 @@ def test_what_a_product_takes_beside_its_weight(scheme: Scheme) -> None:
     assert 0.75 * said < counted <= 1.03 * said
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 130])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("scheme", [Scheme(bits=4, group=32, symmetric=False), Scheme(bits=8, group=0)], ids=str)
+def test_what_a_product_takes_in_the_dtype_of_its_rows(
+    scheme: Scheme, impl: Any, rows: int, dtype: torch.dtype
+) -> None:
+    """Kernels expand into it, float32 at every number of rows; rows and their results may be alive beside it."""
+    outputs, inputs = 640, 512
+    layer = coded_linear(scheme, outputs, inputs)
+    layer.impl = impl
+    x = torch.zeros(rows, inputs, dtype=dtype)
+    with torch.no_grad(), Tracer() as tracer:
+        beside = x.nbytes + layer(x).nbytes
+    counted = tracer.trace.replay().peak_allocated_bytes
+    said = layer.expanding_bytes(rows, dtype)
+    assert 0.75 * said <= counted <= 1.03 * said + 1.1 * beside + 4096
+
+
 def test_which_codes_kernels_read() -> None:
     for bits, group, inputs in product(range(2, 9), (0, 16, 32, 64, 96, 128, 256), (64, 128, 448, 512, 4096)):
         scheme = Scheme(bits=bits, group=group)

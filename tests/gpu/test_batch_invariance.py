@@ -14,6 +14,7 @@ from tightfit.models.decoder import Decoder
 from tightfit.models.initialisation import init_weights
 from tightfit.models.resolve import resolve_spec
 from tightfit.serve.engine import Engine
+from tightfit.serve.sampling.sampler import draw
 
 CARD = replace(BASE, block_size=16, cache_bytes=2**26)
 
@@ -70,3 +71,15 @@ def test_a_row_is_cumulated_alike_beside_other_work() -> None:
             busy @ busy
         assert torch.equal(cumulated(chances), wanted)
     torch.cuda.synchronize()
+
+
+def test_draws_are_those_of_a_cpu() -> None:
+    """Sums of counts are exact; tokens without a chance are never drawn, whatever blocks they are in."""
+    torch.manual_seed(0)
+    chances = (3 * torch.randn(48, 128_256)).masked_fill(torch.rand(128_256) < 0.5, -torch.inf).softmax(-1)
+    numbers = torch.rand(48, dtype=torch.float64)
+    ends = chances.double().cumsum(-1)[:, 1023::1024]  # draws at the borders of blocks
+    for at in (numbers, *ends[:, ::9].T):
+        tokens = draw(chances.cuda(), at.cuda()).cpu()
+        assert torch.equal(tokens, draw(chances, at))
+        assert (chances.gather(1, tokens[:, None]) > 0).all()

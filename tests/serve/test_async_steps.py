@@ -14,7 +14,9 @@ from tests.serve.test_families import expected, greedy
 from tightfit.models.decoder import Decoder
 from tightfit.serve.config import EngineConfig
 from tightfit.serve.engine import Engine
+from tightfit.serve.forward.runner import Runner
 from tightfit.serve.graphs.sizes import decode_sizes
+from tightfit.serve.graphs.steps import Steps
 from tightfit.serve.requests.request import Request
 from tightfit.serve.requests.sampling import Sampling
 
@@ -29,6 +31,24 @@ def test_greedy_answers_are_the_same(name: str) -> None:
     assert [found[str(i)][0].tokens for i in range(4)] == expected(name)
     assert engine.pool.free == engine.pool.size
     assert not engine.has_work
+
+
+def test_what_is_captured_writes_to_no_block_of_a_sequence() -> None:
+    """Buffers are filled before the first request: steps are captured with them."""
+    runner = Engine(pair("llama").ours, None, CONFIG).runner
+    assert isinstance(runner, Runner)
+    steps, cache = Steps(runner, repeats=True, guesses=2), runner.cache
+    assert steps.graphs is not None
+    assert steps.checks is not None
+    before = cache.whole.numbers.clone()
+    with torch.inference_mode():
+        for part in steps.parts:
+            part.capture()
+        states = [steps.checks._check(size) for size in steps.checks.sizes]
+        states += [steps.graphs._decode(kind) for kind in steps.graphs._kinds]
+        states += [steps.graphs._read_prompt(size) for size in steps.graphs._prompt_sizes]
+    assert all(bool(each.isfinite().all()) for each in states)
+    assert torch.equal(before[:, :, : cache.padding_block], cache.whole.numbers[:, :, : cache.padding_block])
 
 
 def test_our_kernels_give_the_same() -> None:

@@ -14,7 +14,7 @@ from tests.serve.test_packed_weight import coded_as
 from tests.serve.test_streams import CONFIG
 from tightfit.models.decoder import Decoder
 from tightfit.models.quantized.linear import QuantizedLinear
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.quantized.scheme import UNREAD_BYTES, Scheme
 from tightfit.models.spec import ModelSpec
 from tightfit.serve.beam import likeliest_answers
 from tightfit.serve.budget import decide_budget
@@ -122,7 +122,7 @@ def test_the_budget_counts_codes_and_what_expanding_them_takes() -> None:
     assert isinstance(model.head, QuantizedLinear)
     numbers = DEEP.vocabulary_params
     assert wide.weight_bytes - coded.weight_bytes == 4 * numbers - EIGHT.held_bytes(DEEP.vocab_size, DEEP.hidden_size)
-    assert coded.step_bytes - wide.step_bytes == EIGHT.expanded_bytes(DEEP.vocab_size, DEEP.hidden_size)
+    assert coded.step_bytes - wide.step_bytes == UNREAD_BYTES * numbers
     assert coded.read_bytes == coded.weight_bytes - 4 * numbers  # all but the embedding
 
 
@@ -133,6 +133,6 @@ def test_the_budget_counts_expanding_for_as_many_rows_as_are_multiplied(
     """A batch-invariant pass is padded to one of a few sizes, which may be more rows than there are sequences."""
     model, plain = pair(FOUR)
     config = replace(EXACT, batch_invariant=is_invariant)
-    monkeypatch.setattr(QuantizedLinear, "expanding_bytes", lambda self, rows: 1000 * rows)
+    monkeypatch.setattr(QuantizedLinear, "expanding_bytes", lambda self, rows, dtype: 1000 * rows)
     coded, wide = (decide_budget(each, config).step_bytes for each in (model, plain))
     assert coded - wide == 1000 * (max(SIZES["cpu"]) if is_invariant else config.max_sequences)

@@ -340,7 +340,9 @@ def test_a_form_too_large_to_read_is_refused(model: Decoder, tokenizer: Tokenize
 
 def test_a_bad_form_is_the_users_mistake(model: Decoder, tokenizer: Tokenizer) -> None:
     engine = Engine(model, tokenizer, CONFIG)
-    for grammar in (Grammar("regex", "(("), Grammar("json_schema", "{"), Grammar("lark", "start: nothing")):
+    bad = (Grammar("regex", "(("), Grammar("json_schema", "{"), Grammar("lark", "start: nothing"))
+    endless = (Grammar("regex", r"[^\s\S]"), Grammar("json_schema", '{"$ref": "#"}'))  # which no text is
+    for grammar in (*bad, *endless):
         with pytest.raises(UserError, match="is refused"):
             engine.check(Request(id="a", prompt=[1], sampling=replace(HOT, grammar=grammar)))
     assert engine.pool.free == engine.pool.size

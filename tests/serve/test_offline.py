@@ -60,6 +60,17 @@ def test_every_prompt_is_answered_once_and_a_killed_run_goes_on(loaded: LoadedMo
     assert answer_prompts(engine, read_prompts(source), target, SAMPLING) == 0
 
 
+def test_ids_are_known_again_as_they_are_written(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Half a surrogate pair, which no UTF-8 has."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"id": "a\\ud800", "prompt": "one"}\n')
+    engine = Engine(loaded.model, loaded.tokenizer, CONFIG)
+    assert [answer_prompts(engine, read_prompts(source), target, SAMPLING) for _ in range(2)] == [1, 0]
+    source.write_text('{"id": "a\\ud800", "prompt": "one"}\n{"id": "a?", "prompt": "two"}\n')
+    with pytest.raises(UserError, match=r"has the id 'a\?' in lines 1 and 2"):
+        read_prompts(source)
+
+
 def test_answers_to_what_is_no_longer_asked_are_not_taken_for_those_that_are(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:

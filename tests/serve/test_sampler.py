@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tightfit.errors import UserError
 from tightfit.kernels.decoding.top_k_top_p import FIRST_LOOK
 from tightfit.serve.requests.sampling import Sampling
+from tightfit.serve.sampling.acceptance import accepted
 from tightfit.serve.sampling.random_numbers import uniform
 from tightfit.serve.sampling.sampler import adjust, draw, probabilities
 from tightfit.serve.schedule.sequence import Sequence
@@ -66,18 +68,64 @@ def test_a_large_k_and_a_share_of_it_are_the_same_beside_rows_without_a_k() -> N
         assert (probabilities(logits, settings)[0] > 0).sum() == kept
 
 
-def test_draws_have_the_frequencies_of_the_distribution() -> None:
-    chances = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0])
+def numbers_for(draws: int) -> Tensor:
+    return torch.tensor([uniform(7, 0, position) for position in range(draws)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_draws_have_the_frequencies_of_the_distribution(dtype: torch.dtype) -> None:
+    chances = torch.tensor([0.5, 0.0, 0.2, 0.3, 0.0], dtype=dtype)
     draws = 20_000
-    numbers = torch.tensor([uniform(7, 0, position) for position in range(draws)])
+    numbers = numbers_for(draws)
     seen = torch.bincount(draw(chances.expand(draws, -1), numbers), minlength=5) / draws
     assert not seen[chances == 0].any()
     assert ((seen - chances).abs() <= 5 * (chances * (1 - chances) / draws).sqrt()).all()
 
 
+def test_draws_from_a_large_vocabulary() -> None:
+    """Tokens in the order of their chances, in twenty parts; those that a grammar forbids are never drawn."""
+    torch.manual_seed(0)
+    width, draws = 128_256, 2000
+    logits = (4 * torch.randn(1, width)).to(torch.bfloat16)
+    forbidden = torch.rand(width) < 0.4
+    chances = probabilities(logits.masked_fill(forbidden, -torch.inf), [Sampling(temperature=1.5)])
+    tokens = draw(chances.expand(draws, -1), numbers_for(draws))
+    assert not forbidden[tokens].any()
+    ordered, order = chances[0].double().sort()
+    part = torch.empty(width, dtype=torch.int64)
+    part[order] = (20 * ordered.cumsum(0)).long().clamp(max=19)
+    shares = torch.zeros(20, dtype=torch.float64).index_add_(0, part, chances[0].double())
+    seen = torch.bincount(part[tokens], minlength=20) / draws
+    assert ((seen - shares).abs() <= 5 * (shares * (1 - shares) / draws).sqrt()).all()
+
+
+def test_every_token_of_a_long_tail_can_be_drawn() -> None:
+    """In the middle of its share of the sum, however little that is beside the sum."""
+    width = 128_256
+    chances = torch.full((width,), 1e-9)
+    chances[1::2] = 0.0
+    chances[3] = 1.0
+    exact = chances.double()
+    middles = (exact.cumsum(0) - exact / 2) / exact.sum()
+    possible = torch.cat([torch.arange(0, width, 1024), torch.tensor([2, 3, 4, width - 2])])
+    assert draw(chances.expand(len(possible), -1), middles[possible]).tolist() == possible.tolist()
+
+
+@pytest.mark.parametrize("draft", [None, 0.0], ids=["certain", "drawn"])
+def test_what_a_rejected_guess_leaves_is_drawn_however_little_it_is(
+    draft: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tightfit.serve.sampling.acceptance.uniform_of", lambda *given: 1 - 2.0**-53)
+    target = torch.tensor([[0.0, 1 - 2.0**-24, 1e-20, 0.0]]).repeat(2, 1)
+    guessed_from = None if draft is None else torch.tensor([[0.0, 1.0, 0.0, 0.0]])
+    [[token]] = accepted(target, [(Sequence([0], Sampling(seed=0)), (1,), guessed_from)])
+    assert token == 2
+
+
 def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
     chances = torch.tensor([[0.0, 0.3, 0.7, 0.0]]).repeat(2, 1)
     assert draw(chances, torch.tensor([0.0, 1 - 2**-24])).tolist() == [1, 2]
+    assert draw(chances, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 2]
 
 
 def test_random_numbers_differ_by_seed_answer_position_and_purpose() -> None:

@@ -41,7 +41,7 @@ from tightfit.models.quantized.directory import (
     module_shapes,
     shapes_of,
     tensors_to_write,
-    written_links,
+    transformers_limit,
 )
 from tightfit.models.quantized.matrices import HEAD, codable
 from tightfit.models.quantized.scheme import Scheme
@@ -169,12 +169,8 @@ class _Compression:
     def _transformers_limit(self) -> str:
         if not self.schemes:
             return ""
-        links = written_links(self.written_spec, shapes_of(self.written_spec))
-        if self.form.name != "gptq" and any(link.transposed for link in links):
-            family = self.written_spec.family
-            told = f"it has no linear layers in {family} models, and leaves their codes out"
-            return f"{told}; use --format gptq, in one width"
-        return self.form.transformers_limit(*module_schemes(self.written_spec, self.schemes))
+        by_module = module_schemes(self.written_spec, self.schemes)
+        return transformers_limit(self.form, self.written_spec, *by_module)
 
     def run(self, progress: Progress) -> CompressionReport:
         with self.directory:

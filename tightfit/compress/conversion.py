@@ -14,7 +14,7 @@ from tightfit.models.files.checksums import write_checksums
 from tightfit.models.files.tensor_file import save_tensors
 from tightfit.models.huggingface.weights import INDEX_FILE
 from tightfit.models.loading import find_source_tokenizer, source_spec, verify_weights, weights_path
-from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized, module_shapes
+from tightfit.models.quantized.directory import QuantizedDirectory, is_quantized, module_shapes, transformers_limit
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.gptq import Gptq
 from tightfit.models.resolve import read_config
@@ -50,7 +50,8 @@ def convert(source: str, target: Path, form_name: str) -> Export:
             tokenizer.save(folder)
         write_checksums(folder)
     written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-    return Export(target, files.spec.params(), written)
+    limit = transformers_limit(form, files.spec, schemes, plain)
+    return Export(target, files.spec.params(), written, limit)
 
 
 def _with_order(form: FileFormat, files: QuantizedDirectory) -> FileFormat:

@@ -2,6 +2,7 @@
 
 It is coded last, when the calibration rows have come through all coded layers. It is the largest matrix of most models,
 so rows are coded in pieces: every method takes several float32 copies of what it codes, and none needs other rows.
+All rows have the same inputs, whose second moment is inverted once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from tightfit.compress.calibration.inputs import InputStatistics
 from tightfit.compress.layer_compression import code_weight
 from tightfit.compress.memory import HEAD_ROWS
 from tightfit.compress.recipe import CALIBRATED, Step
+from tightfit.compress.rounding.gptq import GptqOptions, InverseFactor, moment_without_dead
 from tightfit.models.decoder import Decoder
 from tightfit.models.huggingface.weight_names import HEAD_MODULE
 from tightfit.models.quantized.coded_weight import CodedWeight, stack_rows
@@ -31,12 +33,20 @@ def code_head(model: Decoder, stream: Sequence[Tensor], step: Step) -> tuple[Cod
         seen = InputStatistics(model.spec.hidden_size, weight.device)
         for x in stream:
             seen.add(model.norm(x))
+    used = seen if step.method in CALIBRATED else None
+    factor = None if used is None else _factor(used, step)
     pieces, lost, whole = [], 0.0, 0.0
     for piece in (rows.float() for rows in weight.split(HEAD_ROWS)):
-        pieces.append(code_weight(HEAD, piece, seen if step.method in CALIBRATED else None, step))
+        pieces.append(code_weight(HEAD, piece, used, step, factor=factor))
         lost += _size(pieces[-1].dequantize().sub_(piece), seen)
         whole += _size(piece, seen)
     return stack_rows(pieces, HEAD), lost / max(whole, 1e-30)
+
+
+def _factor(seen: InputStatistics, step: Step) -> InverseFactor:
+    """What GPTQ, the one calibrated method of a projection, makes of the inputs of all pieces."""
+    options = GptqOptions(act_order=step.act_order, damping=step.damping)
+    return InverseFactor.of(moment_without_dead(seen.hessian), options)
 
 
 def _size(weight: Tensor, seen: InputStatistics | None) -> float:

@@ -20,7 +20,7 @@ from tightfit.compress.calibration.observation import layer_of, observe, through
 from tightfit.compress.linear_sets import EXPERT_STACKS, LinearSet, linear_sets
 from tightfit.compress.recipe import CALIBRATED, Recipe, Step
 from tightfit.compress.rounding.awq import code_clipped, scale_channels
-from tightfit.compress.rounding.gptq import GptqOptions, gptq
+from tightfit.compress.rounding.gptq import GptqOptions, InverseFactor, gptq
 from tightfit.compress.rounding.learned_rounding import LayerTask, learn_rounding
 from tightfit.compress.rounding.moving_scales import linear
 from tightfit.compress.rounding.scale_refit import nearest_fitted
@@ -215,9 +215,16 @@ class _LayerWork:
 
 
 def code_weight(
-    name: str, weight: Tensor, seen: InputStatistics | None, step: Step, *, keep_zeros: bool = False
+    name: str,
+    weight: Tensor,
+    seen: InputStatistics | None,
+    step: Step,
+    *,
+    keep_zeros: bool = False,
+    factor: InverseFactor | None = None,
 ) -> CodedWeight:
-    """The codes of one float32 matrix by the method of `step`; rounded to nearest where no inputs were seen."""
+    """The codes of one float32 matrix by the method of `step`; rounded to nearest where no inputs were seen.
+    `factor` is what GPTQ makes of these inputs, where it is known already."""
     scheme = step.scheme()
     assert scheme is not None
     if step.method not in CALIBRATED or seen is None:
@@ -226,7 +233,7 @@ def code_weight(
         options = GptqOptions(
             act_order=step.act_order, damping=step.damping, ranges=step.ranges or "mse", keep_zeros=keep_zeros
         )
-        return gptq(weight, seen.hessian, scheme, options)
+        return gptq(weight, seen.hessian, scheme, options, factor)
     if step.method == "spqr":
         return spqr(weight, seen.hessian, scheme, SpqrOptions(outlier_share=step.outlier_share, damping=step.damping))
     if step.method == "awq":

@@ -154,7 +154,9 @@ def _piece_bytes(step: Step, weights: int, inputs: int, *, has_rows: bool) -> in
     if step.method not in CALIBRATED:
         rounded = CodingPeak("w / S, + Z, rounded; for the error Σ x xᵀ, H", 3, 2 if has_rows else 0)
         return _peak_bytes(rounded, weights, inputs)
-    return max(_peak_bytes(peak, weights, inputs) for peak in PEAKS[step.method])
+    inverted, *others = PEAKS[step.method]  # before any piece; its factor is alive until the last
+    known = [replace(peak, squares=max(peak.squares, 3)) for peak in others]
+    return max(_peak_bytes(peak, weights, inputs) for peak in (replace(inverted, copies=0), *known))
 
 
 def _peak_bytes(peak: CodingPeak, weights: int, inputs: int) -> int:

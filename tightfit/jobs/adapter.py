@@ -16,12 +16,10 @@ from tightfit.errors import UserError
 from tightfit.jobs.projections import ALL_LINEAR, PROJECTIONS, Projection, check_target, linear_shapes, targeted
 from tightfit.jobs.section import Section
 from tightfit.models.quantized.held_weights import held_weights
-from tightfit.models.quantized.scheme import Scheme
+from tightfit.models.quantized.scheme import UNREAD_BYTES, Scheme
 from tightfit.models.spec import ModelSpec
 
 LARGEST_RANK = 1024
-UNREAD_BYTES = 7
-"""Bytes per weight while codes are dequantized without a kernel: the code (1), float32 (4) and 16 bits (2)."""
 HELD_GROUP = 64
 """Group size (neighbouring inputs per scale) of a base that is quantized as it is loaded."""
 HeldBits = Literal[2, 4, 8]

@@ -105,6 +105,7 @@ class LowRankDirectory:
         self.ranks = self._ranks(read_config(directory / "config.json").get("low_rank"))
         self._file_of = {name: path for path, names in plain_files._files(directory).items() for name in names}
         self.maps = plain_files._match(self._collapsed(), self.shapes, spec, str(directory))
+        plain_files.require_tied(self._file_of, self.maps, spec)
 
     def _ranks(self, given: Any) -> dict[str, int]:
         if not isinstance(given, dict) or not given:

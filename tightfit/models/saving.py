@@ -38,6 +38,8 @@ class Export:
     path: Path
     params: int
     bytes: int
+    transformers_limit: str = ""
+    """Why transformers does not load it, where that is known."""
 
 
 def write_model(folder: Path, model: Decoder, tokenizer: Tokenizer | None, dtype: torch.dtype | None = None) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from tightfit.counted import counted
 from tightfit.models.quantized.matrices import HEAD
 from tightfit.report.compression_report import PICTURE_FILE, Compared
-from tightfit.report.tables import gib, print_json
+from tightfit.report.tables import gib, limit_sentence, print_json
 
 if TYPE_CHECKING:
     from tightfit.compress.comparison import Comparison, Interval
@@ -65,7 +65,7 @@ class CompressionProgress:
             self.say(f"layers are looked at with {cost.calibration}")
         self.say(_quality_to_come(cost))
         if cost.transformers_limit:
-            self.say(f"tightfit will load it, transformers 5.23 not: {cost.transformers_limit}")
+            self.say(limit_sentence(cost.transformers_limit))
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from tightfit.serve.load import LoadRow
     from tightfit.serve.peer_load import PeerRow
 
+WIDTHS = (7, 24, 24, 16, 10)
+"""Of the columns, where their numbers are not wider."""
+
 
 def print_load(
     model: str,
@@ -30,7 +33,7 @@ def print_load(
     print(f"{model}, prompts of {prompt_tokens} tokens, answers of {answer_tokens}: median and 90th percentile,")
     print(f"beside predictions (≈) from {read:,.1f} GB/s and {products:,.2f} TFLOP/s, both measured here,")
     print("and the most that reading weights, keys and values allows")
-    print(f"{'at once':>7}{'first token, ms':>26}{'between tokens, ms':>26}{'tokens/s':>18}{'at most':>10}")
+    print(_columns("at once", "first token, ms", "between tokens, ms", "tokens/s", "at most"))
     for row in rows:
         print(_line(row))
     for name, theirs in (peers or {}).items():
@@ -39,14 +42,23 @@ def print_load(
             print(_peer_line(peer, row))
 
 
+def _columns(*cells: str) -> str:
+    """A line of the table, whose cells stay apart however wide they are."""
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False))
+
+
 def _line(row: "LoadRow") -> str:
     first = f"{row.first_token_ms:.1f} / {row.first_token_ms_p90:.1f} ≈ {row.predicted_first_token_ms:.1f}"
     between = f"{row.between_tokens_ms:.2f} / {row.between_tokens_ms_p90:.2f} ≈ {row.predicted_between_tokens_ms:.2f}"
     speed = f"{row.tokens_per_second:,.1f} ≈ {row.predicted_tokens_per_second:,.1f}"
-    return f"{row.at_once:>7}{first:>26}{between:>26}{speed:>18}{row.most_tokens_per_second:>10,.1f}"
+    return _columns(str(row.at_once), first, between, speed, f"{row.most_tokens_per_second:,.1f}")
 
 
 def _peer_line(peer: "PeerRow", ours: "LoadRow") -> str:
     times = f"ours {ours.tokens_per_second / peer.tokens_per_second:.2f}×"
-    columns = f"{peer.first_token_ms:>26.1f}{peer.between_tokens_ms:>26.2f}{peer.tokens_per_second:>18,.1f}"
-    return f"{peer.at_once:>7}{columns}{times:>12}"
+    first, between, speed = (
+        f"{peer.first_token_ms:.1f}",
+        f"{peer.between_tokens_ms:.2f}",
+        f"{peer.tokens_per_second:,.1f}",
+    )
+    return _columns(str(peer.at_once), first, between, speed, times)

@@ -128,6 +128,13 @@ def print_export(result: "Export", *, as_json: bool) -> None:
     output_console().print(
         f"wrote {escape(str(result.path))} ({count_name(result.params)} parameters, {gib(result.bytes)})"
     )
+    if result.transformers_limit:
+        print(limit_sentence(result.transformers_limit))
+
+
+def limit_sentence(limit: str) -> str:
+    """What is said of codes that transformers does not load."""
+    return f"tightfit will load it, transformers 5.23 not: {limit}"
 
 
 def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: bool) -> None:

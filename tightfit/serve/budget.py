@@ -105,7 +105,8 @@ def decide_budget(
         per_block += config.block_size * cache_bytes_per_token(draft_spec, weight.element_size())
     step_bytes = step_activation_bytes(spec, config, weight.element_size(), weight.device)
     if isinstance(model.head, QuantizedLinear):
-        step_bytes += model.head.expanding_bytes(max(_rows(config), _padded_rows(config, weight.device)))
+        rows = max(_rows(config), _padded_rows(config, weight.device))
+        step_bytes += model.head.expanding_bytes(rows, weight.dtype)
     free = free_bytes(weight.device)
     copy_bytes = _half_copy_bytes(model, config, free)
     room = _room(config, weight.device, free - copy_bytes, step_bytes)

@@ -78,7 +78,8 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
         given = {key: value for key, value in given.items() if value is not None}
     if not isinstance(given, dict) or sum(key in given for key in ("prompt", "tokens", "messages")) != 1:
         raise UserError(f"{path}, line {number} needs one of prompt, tokens and messages")
-    return Prompt(path, number, str(given.get("id", number)), given)
+    name = str(given.get("id", number)).encode("utf-8", "replace").decode()  # as it will be written
+    return Prompt(path, number, name, given)
 
 
 def check_settings(prompts: Iterable[Prompt], base: Sampling) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Service:
         self._inbox: deque[Work] = deque()
         self._calls: deque[tuple[Work, Future]] = deque()
         self._open_calls: set[Future] = set()
+        self._places = 0
         self._wake = threading.Condition()
         self._stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,16 +87,27 @@ class Service:
     @property
     def open_requests(self) -> int:
         """The number of requests whose answers are not complete yet."""
-        return len(self._queues) + len(self._open_calls)
+        return self._places
+
+    @contextlib.contextmanager
+    def admitted(self, count: int = 1) -> Iterator[None]:
+        """Places for `count` requests until the block is left: all of them, or an OverloadedError before any work."""
+        self._check_alive()
+        if self._places + count > self.most_requests:
+            raise OverloadedError(f"{self._places} of {self.most_requests} requests are open already; come back later")
+        self._places += count
+        try:
+            yield
+        finally:
+            self._places -= count
 
     async def outputs(self, request: Request, seconds: float | None = None) -> AsyncGenerator[Output, None]:
         """The outputs of `request` until all its answers are over; closing the generator early cancels it.
 
         After `seconds` it is cancelled with a TimeoutError.
         """
-        self._check_open()
         request = await self.check(request)
-        self._check_open()
+        self._check_alive()
         queue: asyncio.Queue[Output | None] = asyncio.Queue()
         self._queues[request.id] = queue
         self._put(lambda engine: engine.submit(request))
@@ -131,7 +143,7 @@ class Service:
 
     async def call(self, work: Work) -> Any:
         """What `work` returns, run between two steps of the engine: one call at a time, so that answers go on."""
-        self._check_open()
+        self._check_alive()
         future: Future = asyncio.get_running_loop().create_future()
         self._open_calls.add(future)
         with self._wake:
@@ -142,11 +154,9 @@ class Service:
         finally:
             self._open_calls.discard(future)
 
-    def _check_open(self) -> None:
+    def _check_alive(self) -> None:
         if self.failure is not None:
             raise self._died()
-        if self.open_requests >= self.most_requests:
-            raise OverloadedError(f"{self.most_requests} requests are open already; come back later")
 
     def _put(self, work: Work) -> None:
         with self._wake:

@@ -43,33 +43,60 @@ class GptqOptions:
     """Whether scales are fitted once more when the codes are known (scale_refit.py)."""
 
 
-def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme, options: GptqOptions | None = None) -> CodedWeight:
-    """The codes of a float32 matrix whose inputs have the second moment `hessian` [inputs, inputs]."""
+@dataclass(frozen=True)
+class InverseFactor:
+    """The upper Cholesky factor of the damped H⁻¹, with rows and columns in the order in which columns are rounded."""
+
+    order: Tensor
+    upper: Tensor
+
+    @classmethod
+    def of(cls, hessian: Tensor, options: GptqOptions) -> "InverseFactor":
+        """That of an H without dead inputs, for all matrices that read them."""
+        order = torch.arange(len(hessian), device=hessian.device)
+        if options.act_order != "none":
+            order = hessian.diagonal().argsort(descending=True, stable=True)
+            hessian = hessian[order[:, None], order]
+        return cls(order, inverse_factor(hessian, options.damping))
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: Scheme,
+    options: GptqOptions | None = None,
+    factor: InverseFactor | None = None,
+) -> CodedWeight:
+    """The codes of a float32 matrix whose inputs have the second moment `hessian` [inputs, inputs]; `factor` is that of
+    the same options, where it is known already."""
     options = options or GptqOptions()
     if options.act_order == "groups" and (scheme.group <= 0 or scheme.kind != "int"):
         options = replace(options, act_order="static")  # only integers in groups may lie in any order
     weight, hessian = without_dead(weight, hessian)
     importance = hessian.diagonal().clone()
-    order = torch.arange(weight.shape[1], device=weight.device)
-    if options.act_order != "none":
-        order = importance.argsort(descending=True, stable=True)
-    grid = None
+    factor = factor or InverseFactor.of(hessian, options)
+    order, grid = factor.order, None
     if options.act_order == "static" or scheme.group <= 0 or scheme.kind != "int":
         grid = fit_grid(weight, scheme, options.ranges, importance)  # fixed before errors are passed on
     columns = _Columns(
         weight[:, order], scheme, options, importance[order], grid, _columns_groups(order, scheme, options)
     )
-    columns.run(inverse_factor(hessian[order[:, None], order], options.damping))
+    columns.run(factor.upper)
+    del factor  # H is large: what nobody else holds is freed here
     coded = columns.coded(order)
     return refit_scales(coded, weight, hessian) if options.refit else coded
 
 
 def without_dead(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and H in which inputs that are always zero have weight 0 and H[j, j] = 1, lest H be singular."""
-    dead = hessian.diagonal() == 0
+    return weight.masked_fill(hessian.diagonal() == 0, 0), moment_without_dead(hessian)
+
+
+def moment_without_dead(hessian: Tensor) -> Tensor:
+    """H with H[j, j] = 1 of inputs that are always zero."""
     hessian = hessian.clone()
-    hessian.diagonal()[dead] = 1
-    return weight.masked_fill(dead, 0), hessian
+    hessian.diagonal()[hessian.diagonal() == 0] = 1
+    return hessian
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:

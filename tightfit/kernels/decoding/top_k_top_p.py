@@ -34,12 +34,7 @@ def top_k_top_p(chances: Tensor, top_k: Tensor | None, top_p: Tensor | None, imp
 
 
 def cumulated(chances: Tensor) -> Tensor:
-    """Cumulative sums of rows [R, V], added in one order however busy a GPU is."""
-    return cumulated_in_blocks(chances)[..., : chances.shape[-1]]
-
-
-def cumulated_in_blocks(chances: Tensor) -> Tensor:
-    """Cumulative sums of rows [R, V], on a GPU with their last sum repeated until V is whole blocks.
+    """Cumulative sums of rows [R, V], added in one order however busy a GPU is.
 
     Torch's scan of a single long row there adds partial sums in the order in which its blocks happen to end. Here rows
     are cut into blocks, each of which one program sums up.
@@ -49,7 +44,7 @@ def cumulated_in_blocks(chances: Tensor) -> Tensor:
     gap = -chances.shape[-1] % SCANNED
     within = torch.nn.functional.pad(chances, (0, gap)).unflatten(-1, (-1, SCANNED)).cumsum(-1)
     totals = within[..., -1]
-    return (within + (totals.cumsum(-1) - totals)[..., None]).flatten(-2)
+    return (within + (totals.cumsum(-1) - totals)[..., None]).flatten(-2)[..., : chances.shape[-1]]
 
 
 def _kept_by_sorting(chances: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

@@ -64,8 +64,8 @@ def load_weights(model: Decoder, directory: Path) -> None:
                 stored = tensors.get_slice(name)
                 _check_dtype(stored.get_dtype(), name, path)
                 _check_shape(stored.get_shape(), mapping, name, state, str(path))
-    if model.spec.tied and not state["embed.weight"].is_meta:
-        _require_tied(where, next(name for mapping, name in found if mapping.ours == ("embed.weight",)), model.spec)
+    if not state["embed.weight"].is_meta:
+        require_tied(where, found, model.spec)
     for path, wanted in by_file.items():
         with _reading(path) as tensors, torch.no_grad():
             for mapping, name in wanted:
@@ -151,8 +151,11 @@ def _canonical(name: str, spec: ModelSpec) -> str:
     return instead + name.removeprefix(prefix)
 
 
-def _require_tied(where: Mapping[str, Path], embedding: str, spec: ModelSpec) -> None:
+def require_tied(where: Mapping[str, Path], found: Iterable[tuple[TensorMap, str]], spec: ModelSpec) -> None:
     """Refuse a tied output projection that is stored all the same, and is not the embedding: it would be ignored."""
+    if not spec.tied:
+        return
+    embedding = next(name for mapping, name in found if mapping.ours == ("embed.weight",))
     for head in [name for name in where if _canonical(name, spec) == HEAD]:
         with _reading(where[embedding]) as ours, _reading(where[head]) as theirs:
             pair = ours.get_slice(embedding), theirs.get_slice(head)

@@ -21,6 +21,7 @@ from tightfit.models.quantized.coded_weight import CodedWeight, require_stacking
 from tightfit.models.quantized.experts import QuantizedStack
 from tightfit.models.quantized.formats.format import FileFormat
 from tightfit.models.quantized.formats.registry import format_of
+from tightfit.models.quantized.held_weights import refuse_tied_codes
 from tightfit.models.quantized.linear import QuantizedLinear
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.resolve import read_config
@@ -49,6 +50,9 @@ class QuantizedDirectory:
         self.modules = {_without(name, ends) for name in self._file_of if name.endswith(ends)}
         self.shapes = shapes_of(spec)
         self.tensor_maps = plain_files._match(self._collapsed(), self.shapes, spec, str(directory))
+        if any(plain_files._canonical(f"{module}.weight", spec) == plain_files.HEAD for module in self.modules):
+            refuse_tied_codes(spec, directory)
+        plain_files.require_tied(self._file_of, self.tensor_maps, spec)
 
     def _collapsed(self) -> list[str]:
         """The names that an unquantized model of the same modules would have."""
@@ -220,6 +224,15 @@ def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         if len(shape) == 2:
             by_module[link.theirs.removesuffix(".weight")] = shape[::-1] if link.transposed else shape
     return by_module
+
+
+def transformers_limit(form: FileFormat, spec: ModelSpec, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> str:
+    """Why transformers does not load a model of this shape from the layout `form`, given the schemes of its coded
+    modules and its plain ones by Hugging Face's names; empty where nothing is known against it."""
+    if form.name != "gptq" and any(link.transposed for link in written_links(spec, shapes_of(spec))):
+        told = f"it has no linear layers in {spec.family} models, and leaves their codes out"
+        return f"{told}; use --format gptq, in one width"
+    return form.transformers_limit(schemes, plain)
 
 
 def _without(name: str, ends: tuple[str, ...]) -> str:

@@ -159,15 +159,30 @@ class StoredTensor:
 def held_weights(directory: Path, spec: ModelSpec) -> HeldWeights | None:
     """Bytes of the model in `directory`; None where it is not compressed, or its weights are not there."""
     config = read_config(directory / "config.json")
-    tensors = {name: t for name, t in stored_tensors(directory).items() if not _is_unused(name, spec)}
+    stored = stored_tensors(directory)
+    tensors = {name: tensor for name, tensor in stored.items() if not _is_unused(name, spec)}
     described = config.get("quantization_config") if isinstance(config, dict) else None
     if not tensors:
         return None
     if isinstance(described, dict) and str(described.get("quant_method")) in HELD:
+        if HEAD_MODULE in {ONLY_CODED.sub("", name) for name in stored if ONLY_CODED.search(name)}:
+            refuse_tied_codes(spec, directory)
         return _quantized(tensors, described, spec)
     if isinstance(config, dict) and "low_rank" in config:
         return HeldWeights(0, _plain_bytes(tensors), 0, "low rank", is_factored=True)
     return None
+
+
+def refuse_tied_codes(spec: ModelSpec, directory: Path) -> None:
+    """Refuse codes of an output projection that config.json ties to the embedding: they would be ignored.
+
+    transformers 5.23 computes with them where it expands codes as it loads them, and ends in an error elsewhere.
+    """
+    if spec.tied:
+        raise UserError(
+            f"{directory} has codes of {HEAD_MODULE}, which config.json ties to the embedding; set tie_word_embeddings "
+            f"to false there, or remove the tensors of {HEAD_MODULE}"
+        )
 
 
 def _is_unused(name: str, spec: ModelSpec) -> bool:

@@ -27,10 +27,11 @@ from tightfit.kernels.quantized.quantized_linear import SOME_ROWS, expanded, qua
 from tightfit.kernels.quantized.rounded_linear import rounded_linear, rounded_values
 from tightfit.kernels.quantized.spqr_layout import SpqrTensors
 from tightfit.kernels.quantized.spqr_linear import expanded_spqr, spqr_linear
-from tightfit.kernels.triton_support import Impl
+from tightfit.kernels.triton_support import Impl, use_triton
 from tightfit.models.quantized.coded_scales import read_scales
 from tightfit.models.quantized.coded_weight import CodedWeight, Outliers
 from tightfit.models.quantized.held_spqr import arranged, coded_of
+from tightfit.models.quantized.scheme import UNREAD_BYTES
 
 OUTLIER = 6.0
 """LLM.int8: input channels with a value of this size are not rounded."""
@@ -134,13 +135,22 @@ class QuantizedLinear(nn.Module):
         assert self.scale is not None
         self.packed, self.cpu_scales = pack_int4(self._unpack()), int4_scales(self.scale, self.zero)
 
-    def expanding_bytes(self, rows: int) -> int:
-        """Bytes that a product with `rows` rows takes beside the packed matrix."""
+    def expanding_bytes(self, rows: int, dtype: torch.dtype) -> int:
+        """Bytes that a product with `rows` rows of `dtype` takes beside the packed matrix.
+
+        Kernels read few rows of 16 bits packed, and expand into the rows' dtype in one step; elsewhere codes go through
+        float32.
+        """
+        scheme, count = self.scheme, self.out_features * self.in_features
         if self.cpu_scales is not None and rows <= MOST_ROWS:
             return 0
-        if self.packed.is_cuda and self.scheme.is_read_packed(self.in_features) and rows <= SOME_ROWS:
-            return 0
-        return self.scheme.expanded_bytes(self.out_features, self.in_features)
+        has_kernels = use_triton(self.impl, torch.empty(0, dtype=dtype, device=self.packed.device))
+        if has_kernels and self.is_packed and scheme.is_read_packed(self.in_features):
+            return 0 if rows <= SOME_ROWS and dtype != torch.float32 else dtype.itemsize * count
+        if has_kernels and self.outlier_changes is not None:
+            return dtype.itemsize * count
+        expanded_bytes = scheme.expanded_bytes(self.out_features, self.in_features)
+        return expanded_bytes if has_kernels else max(expanded_bytes, UNREAD_BYTES * count)
 
     @property
     def rows_mix(self) -> bool:

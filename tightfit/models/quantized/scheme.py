@@ -44,6 +44,8 @@ INPUT_SCALE_BYTES = 4
 """Bytes of the scale of static activations."""
 NESTED_BLOCK = 256
 """Scales of NF4 that share a float32 scale of their own."""
+UNREAD_BYTES = 7
+"""Bytes per weight while codes are dequantized without a kernel: the code (1), float32 (4) and 16 bits (2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ class Scheme:
         if self.activations == "int8":
             return 0
         is_read = self.is_read_packed(inputs) or self.is_read_with_outliers(outputs, inputs)
-        return outputs * inputs * (2 if is_read else 10 if self.kind in TABLED else 7)
+        return outputs * inputs * (2 if is_read else 10 if self.kind in TABLED else UNREAD_BYTES)
 
     def is_read_packed(self, inputs: int) -> bool:
         """Whether kernels/quantized/quantized_linear.py reads rows of `inputs` codes packed."""

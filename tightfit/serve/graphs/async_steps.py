@@ -57,4 +57,4 @@ class AsyncSteps:
             return torch.cat([self._chosen(row[None], [own]) for row, own in zip(logits, sequences, strict=True)])
         numbers = [uniform(each.sampling.seed, each.index, each.length) for each in sequences]
         chances = probabilities(logits, [each.sampling for each in sequences])
-        return draw(chances, to_device(numbers, self.device, torch.float32))
+        return draw(chances, to_device(numbers, self.device, torch.float64))

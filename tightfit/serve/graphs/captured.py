@@ -56,6 +56,20 @@ class Graphs:
         self._choosing: dict[Kind, Captured] = {}
         self._states: dict[Kind, Tensor] = {}
         self._prompts: dict[int, Captured] = {}
+        self._send_padding()
+
+    def _send_padding(self) -> None:
+        """Inputs with which captured steps write to the block of no sequence."""
+        numbers, tables, prompt = self._numbers.host(), self._tables.host(), self._prompt.host()
+        numbers[:], tables[:], prompt[1] = self._padding, self.padding_block, self.padding_block * self.block_size
+        for staged in (self._numbers, self._tables, self._prompt):
+            staged.send()
+
+    @property
+    def _padding(self) -> "np.ndarray":
+        """Slot, position, place in the cache, length and adapter of a sequence that is none."""
+        place = self.padding_block * self.block_size
+        return np.array([len(self.last_tokens) - 1, 0, place, 1, -1])[:, None]
 
     def capture(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
@@ -100,8 +114,7 @@ class Graphs:
         blocks = self._slot_tables.rows[slots, last // self.block_size].astype(np.int64)
         numbers[:4, :count] = slots, last, blocks * self.block_size + last % self.block_size, last + 1
         numbers[4, :count] = [known.get(chunk.sequence.adapter or "", -1) for chunk in chunks] if kind[1] else -1
-        padding = self.padding_block * self.block_size
-        numbers[:, count:size] = np.array([len(self.last_tokens) - 1, 0, padding, 1, -1])[:, None]
+        numbers[:, count:size] = self._padding
         self._longest = int(last.max()) + 1
         tables = self._tables.host()
         tables[:count] = self._slot_tables.rows[slots]

@@ -42,7 +42,7 @@ class Checks:
         self._tables = Staged((self.sizes[-1], columns), torch.int32, self.device)
         self._recorder = Recorder(self.device)
         self._checking: dict[int, Captured] = {}
-        self._fill([])
+        self._send([], self.sizes[-1])  # so that captured steps write to the block of no sequence
 
     def capture(self) -> None:
         """Capture everything now, the largest first: the others fit into its memory."""
@@ -69,14 +69,12 @@ class Checks:
     def logits(self, chunks: list[Chunk]) -> Tensor:
         """Logits [R, V] after the last known token of each chunk and after each of its guesses."""
         size = next(size for size in self.sizes if size >= len(chunks))
-        self._fill(chunks)
-        self._numbers.send()
-        self._tables.send(size)
+        self._send(chunks, size)
         run = self._checking.get(size) or Captured(partial(self._check, size))
         return self.runner.project(self._wanted(run(), chunks))
 
-    def _fill(self, chunks: list[Chunk]) -> None:
-        """The inputs of a step in the host's buffers."""
+    def _send(self, chunks: list[Chunk], size: int) -> None:
+        """The inputs of a step of `size` sequences, padding beside those of `chunks`, to the device."""
         padding, width = self.runner.cache.padding_block, self.width
         numbers, tables = self._numbers.host(), self._tables.host()
         numbers[:] = np.array([0, 0, padding * self.block_size, 1])[:, None]
@@ -92,6 +90,8 @@ class Checks:
                 table[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size,
                 positions + 1,
             )
+        self._numbers.send()
+        self._tables.send(size)
 
     def _check(self, size: int) -> Tensor:
         """States [size · width, H]."""

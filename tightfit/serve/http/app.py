@@ -4,7 +4,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -170,15 +170,8 @@ def _add_generation(app: FastAPI, served: Served) -> None:
         settings = body.model_copy(update={"max_tokens": 1}) if body.is_silent else body
         sampling = settings.sampling(tokenizer, COMPLETION_TOKENS, body.logprobs)
         writer = Writer(adapter or served.name, tokenizer, chat=False)
-        asked = ClientRequest(body, prompts, sampling, writer, adapter)
-        if body.echo:
-            reading = _echoes(served, asked, echoed(body.prompt, tokenizer))
-            echoes = await until_gone(request.receive, _in_time(served, reading))
-            if echoes is None:
-                return Response(status_code=CLIENT_GONE)
-            asked = replace(asked, echoes=echoes)
-        if body.is_silent:
-            return JSONResponse(await _unanswered(served, asked))
+        texts = echoed(body.prompt, tokenizer) if body.echo else []
+        asked = ClientRequest(body, prompts, sampling, writer, adapter, texts=texts)
         return await _answered(served, asked, request)
 
     @app.post("/v1/embeddings")
@@ -190,21 +183,38 @@ def _add_generation(app: FastAPI, served: Served) -> None:
 
 async def _answered(served: Served, asked: ClientRequest, request: Request) -> Response:
     """The answers as one object, or as a stream."""
-    service = served.service
     for each in asked.requests:
-        await service.check(each)
+        await served.service.check(each)
     if asked.body.stream:
-        events = streamed(service, asked, served.limits.request_seconds)
+        events = _events(served, asked)
         # A failure before the first token can still be sent as an HTTP status.
         first = await until_gone(request.receive, _first(events))
         return Response(status_code=CLIENT_GONE) if first is None else EventStream(first, events)
-    answers = await until_gone(request.receive, _gathered(service, asked.requests, served.limits.request_seconds))
-    if answers is None:
-        return Response(status_code=CLIENT_GONE)
-    usage = Usage(sum(len(each.prompt) for each in asked.requests))
+    whole = await until_gone(request.receive, _whole(served, asked))
+    return Response(status_code=CLIENT_GONE) if whole is None else JSONResponse(whole)
+
+
+async def _events(served: Served, asked: ClientRequest) -> AsyncGenerator[str, None]:
+    """The events of a stream."""
+    with served.service.admitted(len(asked.requests)):
+        asked = await _with_echoes(served, asked)
+        async with contextlib.aclosing(streamed(served.service, asked, served.limits.request_seconds)) as events:
+            async for each in events:
+                yield each
+
+
+async def _whole(served: Served, asked: ClientRequest) -> dict[str, Any]:
+    """The response with all answers; with the echoed prompts alone where `max_tokens` is 0."""
+    with served.service.admitted(len(asked.requests)):
+        asked = await _with_echoes(served, asked)
+        if asked.is_silent:
+            answers = [Answer(finish="length") for _ in range(len(asked.prompts) * asked.body.n)]
+        else:
+            answers = await _gathered(served.service, asked.requests, served.limits.request_seconds)
+    usage = Usage(sum(map(len, asked.prompts)))
     usage.answer = sum(len(answer.tokens) for answer in answers)
     usage.cached = sum(answer.cached for answer in answers[:: asked.body.n])
-    return JSONResponse(asked.writer.whole(answers, usage, asked.echo))
+    return asked.writer.whole(answers, usage, asked.echo)
 
 
 async def _in_time(served: Served, work: Coroutine[Any, Any, Made]) -> Made:
@@ -213,29 +223,23 @@ async def _in_time(served: Served, work: Coroutine[Any, Any, Made]) -> Made:
         return await work
 
 
-async def _echoes(served: Served, asked: ClientRequest, texts: list[str]) -> tuple[Echo, ...]:
+async def _with_echoes(served: Served, asked: ClientRequest) -> ClientRequest:
+    """The request with what its answers begin with, if anything."""
+    return replace(asked, echoes=await _in_time(served, _echoes(served, asked))) if asked.texts else asked
+
+
+async def _echoes(served: Served, asked: ClientRequest) -> tuple[Echo, ...]:
     """What answers begin with: the prompts, with their log probabilities where those are asked for."""
     top = asked.sampling.logprobs
     if top is None:
-        return tuple(map(Echo, texts))
+        return tuple(map(Echo, asked.texts))
     if asked.adapter is not None:
         raise UserError(f"model is {asked.adapter!r}, an adapter; echo with logprobs is of {served.name} alone")
-    for each in asked.requests:
-        await served.service.check(each)
     found = []
-    for text, tokens in zip(texts, asked.prompts, strict=True):  # one at a time, so that answers under way go on
+    for text, tokens in zip(asked.texts, asked.prompts, strict=True):  # one at a time, so that answers under way go on
         logprobs = await served.service.call(partial(prompt_logprobs, tokens, top))
         found.append(Echo(text, tokens, logprobs))
     return tuple(found)
-
-
-async def _unanswered(served: Served, asked: ClientRequest) -> dict[str, Any]:
-    """The response with the echoed prompts alone, where `max_tokens` is 0."""
-    for each in asked.requests:
-        await served.service.check(each)
-    answers = [Answer(finish="length") for _ in range(len(asked.prompts) * asked.body.n)]
-    usage = Usage(sum(map(len, asked.prompts)))
-    return asked.writer.whole(answers, usage, asked.echo)
 
 
 async def _gathered(service: Service, requests: list[EngineRequest], seconds: float) -> list[Answer]:
@@ -263,8 +267,9 @@ async def _embedded(served: Served, body: EmbeddingBody) -> dict[str, Any]:
     width = engine.model.spec.hidden_size
     if body.dimensions not in (None, width):
         raise UserError(f"dimensions is {body.dimensions}, but this model has {width}")
-    # One text at a time between steps, so that answers under way go on.
-    rows = [(await served.service.call(partial(_embed_one, tokens)))[0] for tokens in texts]
+    with served.service.admitted():
+        # One text at a time between steps, so that answers under way go on.
+        rows = [(await served.service.call(partial(_embed_one, tokens)))[0] for tokens in texts]
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(row.numpy(), body.encoding_format)}
         for index, row in enumerate(rows)

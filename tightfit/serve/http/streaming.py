@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from tightfit.serve.http.answers import Json, Usage, Writer, error_body
-from tightfit.serve.http.protocol import NO_ECHO, Echo, Generation
+from tightfit.serve.http.protocol import NO_ECHO, CompletionBody, Echo, Generation
 from tightfit.serve.http.text_offsets import TextOffsets
 from tightfit.serve.http.tools import CallStream
 from tightfit.serve.requests.request import Answer, Output, Request
 from tightfit.serve.requests.sampling import Sampling
-from tightfit.serve.service import EngineDiedError, OverloadedError, Service
+from tightfit.serve.service import EngineDiedError, Service
 
 DONE = "data: [DONE]\n\n"
 
@@ -30,12 +30,19 @@ class ClientRequest:
     sampling: Sampling
     writer: Writer
     adapter: str | None = None
-    echoes: tuple[Echo, ...] = ()
+    texts: Sequence[str] = ()
     """The prompts, where answers are to begin with them."""
+    echoes: tuple[Echo, ...] = ()
+    """`texts` as answers begin with them, once they are read."""
 
     def echo(self, choice: int) -> Echo:
         """What the text of a choice begins with."""
         return self.echoes[choice // self.body.n] if self.echoes else NO_ECHO
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no token is to be generated."""
+        return isinstance(self.body, CompletionBody) and self.body.is_silent
 
     @cached_property
     def requests(self) -> list[Request]:
@@ -94,11 +101,10 @@ async def streamed(service: Service, asked: ClientRequest, seconds: float) -> As
         if not begun:
             raise
         yield event(error_body(f"it took longer than {seconds:g} s", "timeout"))
-    except (EngineDiedError, OverloadedError) as error:
+    except EngineDiedError as error:
         if not begun:
             raise
-        kind = "server_error" if isinstance(error, EngineDiedError) else "rate_limit_error"
-        yield event(error_body(str(error), kind))
+        yield event(error_body(str(error), "server_error"))
     options = asked.body.stream_options
     if options is not None and options.include_usage:
         yield event(asked.writer.ending(usage))
@@ -145,26 +151,26 @@ async def _all_outputs(
             async for output in outputs:
                 yield output.index, output
         return
-    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue()
 
     async def pump(first: int, request: Request) -> None:
-        async with contextlib.aclosing(service.outputs(request, seconds)) as outputs:
-            async for output in outputs:
-                queue.put_nowait((first + output.index, output))
-        queue.put_nowait(None)
+        try:
+            async with contextlib.aclosing(service.outputs(request, seconds)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((first + output.index, output))
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
 
     count = asked.body.n
     tasks = [asyncio.create_task(pump(place * count, each)) for place, each in enumerate(asked.requests)]
     try:
         left = len(tasks)
         while left:
-            getter = asyncio.create_task(queue.get())
-            await asyncio.wait((getter, *tasks), return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done() and task.exception() is not None:
-                    getter.cancel()
-                    raise task.exception()  # type: ignore[misc]
-            found = await getter
+            found = await queue.get()
+            if isinstance(found, Exception):
+                raise found
             if found is None:
                 left -= 1
             else:

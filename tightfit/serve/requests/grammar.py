@@ -101,8 +101,12 @@ class Constraints:
                 f"give at most {LARGEST_TEXT:,}"
             )
         matcher = self._guidance.LLMatcher(self._tokenizer, self._compiled(grammar))
+        told = f"the {grammar.kind} that the answer must follow is refused"
         if matcher.is_error():
-            raise UserError(f"the {grammar.kind} that the answer must follow is refused: {_short(matcher.get_error())}")
+            raise UserError(f"{told}: {_short(matcher.get_error())}")
+        Matcher(matcher, self.vocab_size).allowed()  # may take seconds, which no step should: copies know most of it
+        if matcher.is_error():
+            raise UserError(f"{told}: no answer can begin with it, or it is too complex")
         return matcher
 
     def _compiled(self, grammar: Grammar) -> str:

@@ -47,12 +47,19 @@ def accepted(target: Tensor, asked: Items[Guesses]) -> list[list[int]]:
             drawn.append((row, draft[count]))
     if certain:
         rows, tokens = to_device(list(zip(*certain, strict=True)), target.device)
-        last[rows, tokens] = 0.0
+        last[rows] = _rest(last[rows], last[rows].scatter_(1, tokens[:, None], 0.0))
     if drawn:
         rows = to_device([row for row, _ in drawn], target.device)
-        last[rows] = (last[rows] - torch.stack([chances for _, chances in drawn])).clamp_(min=0.0)
-    tokens = draw(last, to_device(numbers, target.device, torch.float32)).tolist()
+        last[rows] = _rest(last[rows], last[rows] - torch.stack([chances for _, chances in drawn]))
+    tokens = draw(last, to_device(numbers, target.device, torch.float64)).tolist()
     return [[*guesses[:count], token] for count, (_, guesses, _), token in zip(kept, asked, tokens, strict=True)]
+
+
+def _rest(chances: Tensor, left: Tensor) -> Tensor:
+    """What is `left` of `chances`, normalized; all of them where rounding leaves nothing."""
+    left = left.clamp(min=0.0)
+    whole = left.sum(-1, keepdim=True)
+    return torch.where(whole > 0, left / whole, chances)
 
 
 def _kept(target: Tensor, starts: Iterable[int], asked: Items[Guesses]) -> list[int]:

@@ -14,11 +14,11 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def uniform(seed: int, index: int, position: int, purpose: Purpose = "choose") -> float:
-    """A number in [0, 1), one of 2²⁴: exact in float32."""
+    """A number in [0, 1), one of 2⁵³: exact in float64."""
     state = seed
     for part in (index, position, PURPOSES[purpose]):
         state = _mixed((state + GOLDEN * (part + 1)) & MASK)
-    return (state >> 40) / 2**24
+    return (state >> 11) / 2**53
 
 
 def _mixed(z: int) -> int:

@@ -1,8 +1,9 @@
 """From logits to tokens, for rows with settings of their own.
 
 A token is drawn by inverting the distribution at one uniform number per row: the first token at which the cumulated
-probability exceeds it. The same code gives the distributions that speculative decoding compares.
-On a GPU nothing is read back.
+probability exceeds it. Probabilities are counted in whole numbers for that, whose sums are exact in any order; those of
+floats are too coarse for a long tail, and a GPU's may rise at a token without a probability.
+The same code gives the distributions that speculative decoding compares. On a GPU nothing is read back.
 """
 
 from collections.abc import Iterable
@@ -11,13 +12,20 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tightfit.kernels.decoding.top_k_top_p import cumulated, cumulated_in_blocks, top_k_top_p
+from tightfit.kernels.decoding.top_k_top_p import cumulated, top_k_top_p
 from tightfit.serve.requests.sampling import Sampling
 from tightfit.serve.schedule.device import to_device
 from tightfit.serve.schedule.sequence import Sequence
 
+WHOLE = 2.0**52
+"""What a probability of one counts; less than one of it is never drawn."""
+BLOCK = 1024
+"""Tokens that are counted together first."""
+MOST_COUNTED = {"cuda": 2**23, "cpu": 2**18}
+"""Probabilities that are counted at a time, in 8 bytes each: few launches, or what fits into a CPU's cache."""
 LEAST_SHARE = 1e-6
 """Smaller shares of top-p and typical-p are this one, so that none is zero in float32 and keeps no token at all."""
 
@@ -81,10 +89,23 @@ def filtered(chances: Tensor, rows: Rows) -> Tensor:
 
 
 def draw(chances: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [R] at which the cumulated chances [R, V] exceed a share `uniforms` [R] of their sum."""
-    sums = cumulated_in_blocks(chances)
-    token = torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
-    return token[:, 0].clamp_(max=chances.shape[-1] - 1)
+    """The token [R] at which the cumulated chances [R, V] exceed a share `uniforms` [R] of their sum. One without a
+    chance is never drawn; rows sum to about one."""
+    rows = max(1, MOST_COUNTED[chances.device.type] // chances.shape[-1])
+    return torch.cat([_drawn(some, own) for some, own in zip(chances.split(rows), uniforms.split(rows), strict=True)])
+
+
+def _drawn(chances: Tensor, uniforms: Tensor) -> Tensor:
+    padded = F.pad(chances.float(), (0, -chances.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    counts = (padded * WHOLE).to(torch.int64)
+    in_blocks = counts.sum(-1)
+    ends = in_blocks.cumsum(-1)
+    place = torch.minimum((uniforms.double()[:, None] * ends[:, -1:]).to(torch.int64), ends[:, -1:] - 1)
+    block = torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)
+    within = counts.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
+    place = place - (ends - in_blocks).gather(1, block)
+    token = block * BLOCK + torch.searchsorted(within, place, right=True)
+    return token[:, 0].clamp_(0, chances.shape[-1] - 1)
 
 
 def _typical(chances: Tensor, share: Tensor) -> Tensor:

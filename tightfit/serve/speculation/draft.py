@@ -48,7 +48,7 @@ class DraftModel:
             else:
                 chances.append(probabilities(self._logits(step), [own.sampling for own in going]))
                 numbers = [uniform_of(own, own.length + turn, "draft") for own in going]
-                guesses.append(draw(chances[-1], to_device(numbers, self.steps.device, torch.float32)))
+                guesses.append(draw(chances[-1], to_device(numbers, self.steps.device, torch.float64)))
                 self.steps.remember(step, guesses[-1])
             for own in going:
                 own.draft_stored = own.length + turn

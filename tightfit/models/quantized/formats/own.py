@@ -59,6 +59,9 @@ class Own(FileFormat):
         "outlier_values": NUMBERS,
     }
 
+    def transformers_limit(self, schemes: Mapping[str, Scheme], plain: Iterable[str]) -> str:
+        return "this layout is tightfit's own"
+
     def refuse(self, scheme: Scheme) -> str | None:
         return None if scheme.kind in ("int", "binary") and scheme.activations is None else "it has integers and signs"
 
