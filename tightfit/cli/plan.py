@@ -66,7 +66,9 @@ class PlanOptions:
     compare_estimators: Annotated[
         bool, typer.Option("--compare-estimators", help="Show DeepSpeed's and accelerate's estimates.")
     ] = False
-    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON; `tightfit train` runs it.")] = None
+    save: Annotated[
+        Path | None, typer.Option(help="Write the plan as JSON, which `tightfit train` or `launch` runs.")
+    ] = None
     export: Annotated[
         list[str] | None,
         typer.Option(
@@ -161,8 +163,10 @@ def _write_outputs(plan: "Plan", options: PlanOptions) -> list[str]:
 
         lines += [line for wanted in options.export for line in export(plan, wanted)]
     if options.save is not None:
+        from tightfit.plan.job import run_command
+
         plan.save(options.save)
-        lines.append(f"wrote {options.save}; run it with `tightfit train {options.save}`")
+        lines.append(f"wrote {options.save}; run it with `{run_command(plan, options.save)}`")
     return lines
 
 
