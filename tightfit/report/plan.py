@@ -97,14 +97,18 @@ def _facts(answer: Answer) -> Table:
         rows.append(("host memory", f"{training} a node, {saving} while a checkpoint is written"))
     if plan.steps:
         total = plan.steps * plan.step_seconds
-        rows.append(("the job", f"{counted(plan.steps, 'step')}, {_seconds(total)}, {_gpu_hours(plan, total)}"))
+        hours = "" if plan.machine.is_cpu else f", {_gpu_hours(plan, total)}"
+        rows.append(("the job", f"{counted(plan.steps, 'step')}, {_seconds(total)}{hours}"))
     for name, value in rows:
         table.add_row(f"[dim]{name}[/dim]", escape(value))
     return table
 
 
 def _gpu_hours(plan: Plan, seconds: float) -> str:
-    return f"{plan.machine.ranks * seconds / 3600:,.0f} GPU hours"
+    hours = plan.machine.ranks * seconds / 3600
+    if hours >= 10:
+        return f"{hours:,.0f} GPU hours"
+    return f"{hours:.1f} GPU hours" if hours >= 0.1 else "less than 0.1 GPU hours"
 
 
 def _memory(ledger: Ledger, room_bytes: int, columns: int) -> Group:
