@@ -33,11 +33,20 @@ def test_a_job_for_eight_gpus_is_told_on_any_machine(
     verb: str,
 ) -> None:
     layout = {"data": 4, "zero": 3, "tensor": 2, "micro_batch": 1}
-    job = make_small(layout=layout, global_batch=8, device="cuda", precision="auto", levers={"checkpoint_every": 1})
+    vocabulary = {"source": "train", "vocab_size": 300 + len(verb)}  # which no other test has trained
+    job = make_small(
+        tokenizer=vocabulary,
+        layout=layout,
+        global_batch=8,
+        device="cuda",
+        precision="auto",
+        levers={"checkpoint_every": 1},
+    )
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job.model_dump(mode="json")))
     before = snapshot(tmp_path)
     code, out, _ = say(monkeypatch, capfd, verb, tmp_path / "job.yaml", "--dry-run")
     assert code == 0
+    assert "" not in out.splitlines()  # a bar of the tokenizers library would leave lines in a pipe
     for words in ("8 ranks on cuda: data 4 (ZeRO-3) × tensor 2", "0 to 2", "bf16", "checkpoint every layer", "256"):
         assert words in out, out
     assert f"anew in {tmp_path / 'run'}" in out

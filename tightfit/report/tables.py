@@ -39,8 +39,12 @@ def finite(value: Any) -> Any:
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB or MiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    """Bytes as GiB or MiB, and few as KiB or bytes; nothing is `0 MiB`."""
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    if count >= 2**20 or not count:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**10:.0f} KiB" if count >= 2**10 else f"{count:.0f} B"
 
 
 def count_name(count: float) -> str:
