@@ -245,6 +245,7 @@ def test_hardware_fits_a_terminal_and_shows_one_card(tightfit: Any, monkeypatch:
 
 MISTAKES: list[tuple[list[str], list[str]]] = [
     (["llama-3.1-8x", "--on", "T4"], ["llama-3.1-8x", "llama-3.1-8b"]),
+    (["job.yaml", "--on", "T4", "--serve"], ["job.yaml is a job file", "name its model or its run"]),
     (["llama-3.1-8b", "--on", "0xT4"], ["0 GPUs"]),
     (["llama-3.1-8b", "--on", "8xH101-80GB"], ["H101-80GB", "H100-80GB"]),
     (["llama-3.1-8b", "--on", "A100"], ["A100-40GB or A100-80GB"]),

@@ -287,11 +287,15 @@ def _expanded_weights(plan: "Plan") -> str | None:
 
 
 def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
-    """The compressed weights of the model in the directory `model`; None for presets and plain models."""
+    """The compressed weights of the model in the directory or the run `model`; None for presets and plain models."""
     from tightfit.models.presets import PRESETS
+    from tightfit.models.resolve import newest_checkpoint
 
     folder = Path(model).expanduser()
-    if model in PRESETS or not (folder / "config.json").is_file():
+    if model in PRESETS or not folder.is_dir():
+        return None
+    folder = newest_checkpoint(folder, model)
+    if not (folder / "config.json").is_file():
         return None
     from tightfit.jobs.served_weights import served_weights
 
@@ -299,9 +303,12 @@ def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
 
 
 def _serve(options: PlanOptions, machine: "Machine") -> None:
+    from tightfit.errors import UserError
     from tightfit.plan.serving.plan import FORMATS, make_serving
     from tightfit.report.plan import print_serving
 
+    if options.model.endswith(JOB_FILES):
+        raise UserError(f"--serve asks about a model, and {options.model} is a job file; name its model or its run")
     spec, stored = known_model(options.model)
     compressed = _compressed_weights(options.model, spec) if options.quantize is None else None
     if options.quantize is None and stored not in FORMATS:
