@@ -81,9 +81,10 @@ def test_serve(run: Path, said: str, tmp_path: Path) -> None:
 
 
 def test_plan_of_serving(run: Path, tightfit: Any) -> None:
-    """The weights' line is what is held once it is loaded, to the byte."""
-    folder = weights_path(str(run))
-    planned = tightfit("plan", folder, "--on", "T4", "--serve", "--context", "64", "--json").json
+    """The weights' line is what is held once it is loaded, to the byte; of a run and of its checkpoint."""
+    asked = ("--on", "T4", "--serve", "--context", "64", "--json")
+    planned, of_run = (tightfit("plan", source, *asked).json for source in (weights_path(str(run)), run))
+    assert of_run["ledger"] == planned["ledger"]
     held = held_bytes(load_model(str(run), dtype=torch.bfloat16).model)
     lines = [line for line in planned["ledger"] if line["component"] == "weights"]
     assert {line["bytes"] for line in lines} == {held}

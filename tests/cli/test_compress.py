@@ -246,7 +246,7 @@ def test_without_text_of_ones_own(
     assert made.code == 0, made.err
     assert ("the model's own text, as no --data is given" in made.err) == needs_text
     said = json.loads((tmp_path / "small" / "report.json").read_text())["predicted"]["calibration"]
-    assert said.startswith("4 x 64 tokens of the model's own text") == needs_text
+    assert said.startswith("4 × 64 tokens of the model's own text") == needs_text
     assert len(list((tmp_path / "cache").glob("own-text-*-4x64.npy"))) == needs_text
     if method[1] == "structured":  # a directory that transformers loads by itself, with the report in it
         from transformers import AutoModelForCausalLM

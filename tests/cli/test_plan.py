@@ -107,7 +107,7 @@ def test_saved_and_exported(tightfit: Any, tmp_path: Path) -> None:
         "layout.data=8",
     )
     assert made.code == 0
-    assert f"tightfit train {plan}" in made.out
+    assert f"tightfit launch {plan}" in made.out
     loaded = Plan.load(plan)
     assert loaded.layout.data == 8
     assert json.loads((folder / "deepspeed.json").read_text())["train_batch_size"] == 8
@@ -228,10 +228,24 @@ def test_hardware_lists_the_catalog(tightfit: Any) -> None:
     text = tightfit("hardware").out
     assert "MI300X-192GB" in text
     assert "989.4" in text
+    assert "NVIDIA H100 data sheet" in text
+
+
+def test_hardware_fits_a_terminal_and_shows_one_card(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = tightfit("hardware").out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith("RTX3060-12GB ") for line in lines) == 1
+    one = tightfit("hardware", "A100-80GB:pcie").out
+    assert "79.14 GiB" in one
+    assert "NVIDIA A100 data sheet (2021)" in one
+    assert "1,935 GB/s" in one
+    assert "A100-40GB or A100-80GB" in tightfit("hardware", "A100").err
 
 
 MISTAKES: list[tuple[list[str], list[str]]] = [
     (["llama-3.1-8x", "--on", "T4"], ["llama-3.1-8x", "llama-3.1-8b"]),
+    (["job.yaml", "--on", "T4", "--serve"], ["job.yaml is a job file", "name its model or its run"]),
     (["llama-3.1-8b", "--on", "0xT4"], ["0 GPUs"]),
     (["llama-3.1-8b", "--on", "8xH101-80GB"], ["H101-80GB", "H100-80GB"]),
     (["llama-3.1-8b", "--on", "A100"], ["A100-40GB or A100-80GB"]),
@@ -317,8 +331,8 @@ def test_lines_in_a_pipe_are_whole(tightfit: Any, monkeypatch: pytest.MonkeyPatc
     (headline,) = (line for line in tightfit(*EIGHT).out.splitlines() if "tokens/s" in line)
     assert headline.startswith("llama-3.1-8b on 8xV100-32GB: fits, ")
     served = tightfit("plan", "llama-3.2-1b", "--on", "T4", "--serve").out
-    assert "\n1 request of 4,096 tokens: " in served
-    assert any("tokens/s" in line and line.endswith("at a time") for line in served.splitlines())
+    assert any(line.startswith("decode") and "for 1 request of 4,096 tokens" in line for line in served.splitlines())
+    assert any(line.startswith("room") and line.rstrip().endswith("at a time") for line in served.splitlines())
 
 
 def test_mfu_is_told_and_the_bar_fits_the_terminal(tightfit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,3 +411,60 @@ def test_planning_needs_no_torch_and_little_time() -> None:
     assert json.loads(made.stdout)["fits"] is True
     libraries_s = python_s("-c", "import pydantic, typer, rich, yaml")
     assert python_s("-m", "tightfit", *EIGHT, "--json") < 18 * million_turns_s() + 3 * libraries_s
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (
+            ("smollm2-135m", "--on", "2xV100-16GB"),
+            "tightfit launch PLAN -o data.train=FILES -o output=DIRECTORY -o steps=COUNT -o tokenizer.source=train",
+        ),
+        (("JOB", "--on", "T4"), "tightfit train PLAN"),
+        (
+            ("llama-3.2-1b", "--on", "2x8xA100-80GB", "--tokens", "1B"),
+            "tightfit launch PLAN --nodes 2 -o data.train=FILES -o output=DIRECTORY -o tokenizer.source=train",
+        ),
+    ],
+)
+def test_the_command_that_runs_a_saved_plan_can_be_followed(
+    words: tuple[str, ...], command: str, tightfit: Any, tmp_path: Path
+) -> None:
+    """It starts as many processes as the plan has ranks, and names all that the plan leaves open."""
+    file, job, text = tmp_path / "plan.json", tmp_path / "job.yaml", tmp_path / "text.txt"
+    text.write_text("the quick brown fox " * 2000)
+    job.write_text(
+        f"model: tiny-llama\ntokenizer: train\noutput: {tmp_path / 'run'}\nsteps: 1\n"
+        f"data: {{train: {text}, sequence_length: 64}}\n"
+    )
+    made = tightfit("plan", *(str(job) if word == "JOB" else word for word in words), "--save", file)
+    expected = command.replace("PLAN", str(file))
+    assert f"run it with `{expected}`" in made.out
+    given = {"FILES": str(text), "DIRECTORY": str(tmp_path / "run"), "COUNT": "1"}
+    for name, value in given.items():
+        expected = expected.replace(f"={name}", f"={value}")
+    followed = shlex.split(expected)[1:]
+    checked = tightfit(*followed, *(() if "--nodes" in followed else ("--dry-run",)))
+    assert checked.code == 0, checked.err
+
+
+def test_serving_tells_the_cache_apart_and_long_waits_in_seconds(tightfit: Any) -> None:
+    """Keys and values of 4,096 tokens: 28 layers, 2 × 4 heads of 128 numbers of 2 bytes."""
+    asked = ("plan", "qwen2.5-7b", "--on", "RTX3060", "--serve", "--quantize", "int4")
+    made, data = tightfit(*asked), tightfit(*asked, "--json").json
+    cached = [line["bytes"] for line in data["ledger"] if line["component"] == "key/value cache"]
+    assert cached == [4096 * 28 * 2 * 4 * 128 * 2]
+    assert "key/value cache  224 MiB" in made.out
+    assert f"first token  {data['predicted_first_token_s']:.2f} s after a prompt of 4,096 tokens" in made.out
+    assert "an H200 reaches" in made.out
+    assert data["notes"]
+    assert tightfit("plan", "llama-3.2-1b", "--on", "H200", "--serve", "--json").json["notes"] == []
+
+
+def test_a_batch_that_gpus_cannot_share_evenly_is_told_the_next_one(tightfit: Any) -> None:
+    asked = ("plan", "llama-3.2-1b", "--on", "8xA100-80GB", "--seq", 512)
+    assert "a global batch of 250 rows is not a multiple of 8 GPUs" in (
+        odd := tightfit(*asked, "--global-batch", 250).out
+    )
+    assert "; 256 rows are" in odd
+    assert "a global batch of 1 row is not" in tightfit(*asked, "--global-batch", 1).out

@@ -177,6 +177,9 @@ def test_models_lists_presets_with_their_sizes(tightfit: Any) -> None:
     assert tightfit("models", "mixtral-8x7b", "--json").json["experts"] == "2/8"
     assert "32000" in tightfit("models", "llama-2-7b").out.replace(",", "")
     assert "None" not in tightfit("models", "llama-2-7b").out
+    scaled = " ".join(tightfit("models", "llama-3.1-8b").out.replace("│", " ").split())
+    assert "theta 500,000, rotated_share 1, scaling llama3, factors factor 8" in scaled
+    assert "48 numbers" in " ".join(tightfit("models", "phi-3-mini-128k").out.replace("│", " ").split())
 
 
 def test_export_to_hugging_face_and_gguf(run: Path, tightfit: Any, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_what_it_costs_is_told_before_it_is_written(tiny: Path, tmp_path: Path) 
     )
     with pytest.raises(KeyboardInterrupt):
         compress(job, stop, lambda *done: None)
-    assert told[0].calibration.startswith("32 x 128 tokens of the model's own text")
+    assert told[0].calibration.startswith("32 × 128 tokens of the model's own text")
     assert not (tmp_path / "cache").exists()
 
 

@@ -179,7 +179,7 @@ def test_static_scales_need_text_and_rounded_inputs(tiny: Path, tmp_path: Path) 
     recipe = recipe_of("fp8", activations="fp8", static="mse")
     job = CompressionJob(model=str(tiny), out=tmp_path / "x", recipe=recipe, samples=2, length=16, cache=tmp_path)
     said = compress(job, lambda cost: None, lambda *_: None).predicted.calibration
-    assert said.startswith("2 x 16 tokens of the model's own text")
+    assert said.startswith("2 × 16 tokens of the model's own text")
     for method, options in {"gptq": {"bits": 4}, "fp8": {}, "llm.int8": {}, "spqr": {}}.items():
         with pytest.raises(UserError, match="static scales are for int8 and fp8 activations, but these are"):
             recipe_of(method, static="minmax", **options)

@@ -140,7 +140,7 @@ def test_the_least_influential_layer_goes(tokenizer: Tokenizer, text: Path, toke
     (tmp_path / "model").mkdir()
     write_model(tmp_path / "model", model, tokenizer)
     report = cut(tmp_path / "model", tmp_path / "small", KeptShape(layers=1), text, token_cache)
-    assert "without layers 0" in report.recipe
+    assert "without layer 0" in report.recipe
     torch.testing.assert_close(logits(tmp_path / "small"), logits(tmp_path / "model"), rtol=0.01, atol=0.01)
 
 

@@ -137,5 +137,5 @@ def test_the_command(tmp_path: Path) -> None:
     options = ["--export", "k8s", "--on", "2x8xL4", "--weights", "org/model", "--out", str(out), "--max-sequences", "4"]
     result = run(app, ["serve", "llama-3.1-8b", *options])
     assert result.exit_code == 0, result.output
-    assert "16 x (tensor 1 x pipeline 1)" in result.output
+    assert ": 16 copies of one card; " in result.output
     assert objects(out.read_text())[0]["spec"]["replicas"] == 16

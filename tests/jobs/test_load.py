@@ -212,3 +212,8 @@ def test_every_field_is_documented() -> None:
     rows = list(field_rows())
     assert len(rows) > 40
     assert [row.path for row in rows if len(row.meaning) < 10] == []
+    types = {row.path: row.type for row in rows}
+    assert types["data.weights"] == "list[float] | None"
+    assert types["adapter.bits"] == "one of [2, 4, 8] | None"
+    assert types["adapter.targets"] == "one of [all-linear] | list[str]"
+    assert not any(word in kind for kind in types.values() for word in ("Annotated", "Optional", "Union", "typing"))

@@ -88,7 +88,8 @@ def test_a_plan_is_saved_and_becomes_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"), [({"rank": 16, "bits": 5}, "adapter.bits is 5"), ({"rank": 0}, "adapter.rank is 0")]
+    ("fields", "said"),
+    [({"rank": 16, "bits": 5}, "adapter.bits is 5, but it should be 2, 4 or 8$"), ({"rank": 0}, "adapter.rank is 0")],
 )
 def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> None:
     asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("H200", None))
@@ -117,3 +118,25 @@ def test_options_change_the_adapters_of_a_job_file(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["plan", str(job), "--on", "RTX3090", "--bits", "4", "--save", str(saved)])
     assert made.exit_code == 0
     assert Plan.load(saved).workload.adapted == AdapterTraining(rank=8, bits=4, targets=["q", "v"]).adapted()
+
+
+def test_who_cannot_train_the_whole_model_is_told_of_adapters() -> None:
+    """With the memory and time of the plan that `--adapter` then makes; with adapters already, nothing is told."""
+    asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("RTX3090", None))
+    whole = answer(asked)
+    assert whole.plan.training_host_bytes > 2**30
+    small = answer(asked.with_adapters({"rank": 16})).plan
+    [told] = [note for note in whole.notes if "adapter" in note]
+    assert "--adapter 16 (LoRA)" in told
+    assert f"{small.gpu_peak_bytes / 2**30:.2f} GiB a GPU, {small.step_seconds:.3g} s a step" in told
+    card = replace(asked, machine=parse_machine("RTX3060", "32GB"))
+    narrow = answer(card)
+    assert not narrow.plan.fits
+    assert any("--adapter 16 --bits 4 (QLoRA)" in note for note in narrow.notes)
+    for other in (
+        replace(card, workload=replace(card.workload, engine_name="hf")),
+        replace(asked, machine=parse_machine("H200", None)),
+        asked.with_adapters({"rank": 16}),
+        replace(asked, model="mixtral-8x7b", workload=replace(workload(), spec=preset("mixtral-8x7b"))),
+    ):
+        assert not any("adapter" in note for note in answer(other).notes)

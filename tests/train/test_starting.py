@@ -250,6 +250,16 @@ def test_a_finished_run_says_so_and_stays(
     assert snapshot(run_copy) == before
 
 
+def test_a_finished_run_of_epochs_is_trained_further_as_it_says(
+    make_small: Callable[..., Job], capfd: pytest.CaptureFixture[str]
+) -> None:
+    fields = {"steps": None, "epochs": 0.05}
+    first = run_job(make_small(**fields), quiet=True)
+    run_job(make_small(**fields), resume=True)
+    assert "give -o epochs=MORE to train it further" in " ".join(capfd.readouterr().err.split())
+    assert run_job(make_small(**{**fields, "epochs": 0.1}), resume=True, quiet=True).step > first.step
+
+
 def conversations(folder: Path, long: int, short: int) -> Path:
     """Answers of some 60 tokens, and of one."""
     words = ["the quick brown fox jumps over the lazy dog " * 6] * long + ["yes"] * short

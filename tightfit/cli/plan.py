@@ -66,7 +66,9 @@ class PlanOptions:
     compare_estimators: Annotated[
         bool, typer.Option("--compare-estimators", help="Show DeepSpeed's and accelerate's estimates.")
     ] = False
-    save: Annotated[Path | None, typer.Option(help="Write the plan as JSON; `tightfit train` runs it.")] = None
+    save: Annotated[
+        Path | None, typer.Option(help="Write the plan as JSON, which `tightfit train` or `launch` runs.")
+    ] = None
     export: Annotated[
         list[str] | None,
         typer.Option(
@@ -161,8 +163,10 @@ def _write_outputs(plan: "Plan", options: PlanOptions) -> list[str]:
 
         lines += [line for wanted in options.export for line in export(plan, wanted)]
     if options.save is not None:
+        from tightfit.plan.job import run_command
+
         plan.save(options.save)
-        lines.append(f"wrote {options.save}; run it with `tightfit train {options.save}`")
+        lines.append(f"wrote {options.save}; run it with `{run_command(plan, options.save)}`")
     return lines
 
 
@@ -283,11 +287,15 @@ def _expanded_weights(plan: "Plan") -> str | None:
 
 
 def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
-    """The compressed weights of the model in the directory `model`; None for presets and plain models."""
+    """The compressed weights of the model in the directory or the run `model`; None for presets and plain models."""
     from tightfit.models.presets import PRESETS
+    from tightfit.models.resolve import newest_checkpoint
 
     folder = Path(model).expanduser()
-    if model in PRESETS or not (folder / "config.json").is_file():
+    if model in PRESETS or not folder.is_dir():
+        return None
+    folder = newest_checkpoint(folder, model)
+    if not (folder / "config.json").is_file():
         return None
     from tightfit.jobs.served_weights import served_weights
 
@@ -295,9 +303,12 @@ def _compressed_weights(model: str, spec: "ModelSpec") -> "HeldWeights | None":
 
 
 def _serve(options: PlanOptions, machine: "Machine") -> None:
+    from tightfit.errors import UserError
     from tightfit.plan.serving.plan import FORMATS, make_serving
     from tightfit.report.plan import print_serving
 
+    if options.model.endswith(JOB_FILES):
+        raise UserError(f"--serve asks about a model, and {options.model} is a job file; name its model or its run")
     spec, stored = known_model(options.model)
     compressed = _compressed_weights(options.model, spec) if options.quantize is None else None
     if options.quantize is None and stored not in FORMATS:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -39,6 +40,14 @@ def _default(value: Any) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    if isinstance(annotation, type) and not hasattr(annotation, "__args__"):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("pathlib.", "").replace("Literal", "one of ").replace("'", "")
+    """A type as a reader of YAML would write it: `one of [a, b]`, `list[str]`, `int | None`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"one of [{', '.join(map(str, arguments))}]"
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin in (Union, UnionType):
+        return " | ".join(_type_name(each) for each in arguments)
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(_type_name(each) for each in arguments)}]"
+    return "None" if annotation is NoneType else annotation.__name__

@@ -19,6 +19,7 @@ Component = Literal[
     "master weights",
     "gradients",
     "optimizer states",
+    "key/value cache",
     "activations",
     "logits and loss",
     "inputs",

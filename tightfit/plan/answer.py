@@ -6,7 +6,7 @@ most 4 million tokens in all; bf16 where the card has it, else fp16.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +36,13 @@ DEFAULT_LENGTH = 4096
 MOST_DEFAULT_TOKENS = 2**22
 DEFAULT_STEP_S = 30.0
 DEFAULT_MFU = 0.4
+HOST_TOLD_BYTES = 2**30
+"""Host memory from which on adapters are worth a note, as they need none."""
+ADVISED_ADAPTERS: Mapping[str, Mapping[str, Any]] = {
+    "--adapter 16 (LoRA)": {"rank": 16},
+    "--adapter 16 --bits 4 (QLoRA)": {"rank": 16, "bits": 4},
+}
+"""Options of `tightfit plan` and the fields of a job that they stand for; the first that fits is advised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,8 @@ class Question:
         except ValidationError as error:
             problem = error.errors()[0]
             name = ".".join(map(str, problem["loc"])) or "adapter"
-            raise UserError(f"adapter.{name} is {problem['input']!r:.40}: {problem['msg']}; change it") from None
+            wrong = problem["msg"].replace("Input should be", "it should be")
+            raise UserError(f"adapter.{name} is {problem['input']!r:.40}, but {wrong}") from None
         adapted = settings.on(self.model, workload.spec)
         return replace(self, workload=replace(workload, adapted=adapted), job={**self.job, "adapter": dict(fields)})
 
@@ -135,8 +143,28 @@ def answer(question: Question) -> Answer:
     plan = question.plan(fill_card(question.space, best) if found.best else best)
     others = tuple(each for each in found.plans if each is not best)[: REPORTED_KINDS - 1]
     needed = () if plan.fits else tuple(changes(question.space))
-    notes = tuple(notes_on(plan, question.positions))
+    notes = (*_on_adapters(question, plan), *notes_on(plan, question.positions))
     return Answer(plan=plan, alternatives=others, changes=needed, notes=notes, layouts=found.layouts)
+
+
+def _on_adapters(question: Question, plan: Plan) -> Iterator[str]:
+    """Adapters with which the frozen model fits, where training all of it does not fit or moves states to the host."""
+    is_on_the_card = plan.fits and plan.training_host_bytes <= HOST_TOLD_BYTES
+    if is_on_the_card or question.workload.adapted is not None:
+        return
+    for options, fields in ADVISED_ADAPTERS.items():
+        try:
+            adapted = question.with_adapters(fields)
+            best = search(adapted.space).best
+        except UserError:  # another engine, or a model whose experts have no adapters
+            return
+        if best is not None:
+            small = adapted.plan(fill_card(adapted.space, best))
+            yield (
+                f"to fine-tune, adapters on the frozen model fit: {options}, {small.gpu_peak_bytes / 2**30:.2f} GiB a "
+                f"GPU, {small.step_seconds:.3g} s a step"
+            )
+            return
 
 
 def make_workload(

@@ -24,14 +24,13 @@ def describe_layout(layout: Layout, *, alone: str = "one GPU") -> str:
 
 
 def describe_adapters(workload: Workload) -> str:
-    """`rank 16 on q, v: 6.8 M weights; 8030 M frozen in int4 g64 asym`; empty where the model itself is trained."""
+    """`rank 4 on q, v: 5,120 weights; 753,312 frozen in int4 g64 asym`; empty where the model itself is trained."""
     adapted, spec = workload.adapted, workload.spec
     if adapted is None:
         return ""
     where = "all projections" if adapted.projections == PROJECTIONS else ", ".join(adapted.projections)
     held = workload.precision if adapted.base.scheme is None else adapted.base.scheme.describe()
-    own, frozen = (f"{count / 1e6:,.1f} M" for count in (adapted.params(spec), spec.params()))
-    return f"rank {adapted.rank} on {where}: {own} weights; {frozen} frozen in {held}"
+    return f"rank {adapted.rank} on {where}: {adapted.params(spec):,} weights; {spec.params():,} frozen in {held}"
 
 
 def describe_mesh(layout: Layout) -> str:

@@ -6,8 +6,10 @@ an error names those that are missing. Other fields can be overridden too, but t
 """
 
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,29 +17,55 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.jobs.load import load_job, parse_job
 from tightfit.jobs.paths import JOB_FILE, run_output, with_absolute_paths
+from tightfit.models.presets import PRESETS
 from tightfit.plan.plan import Plan
 
 PLAN_SUFFIX = ".json"
-NEEDED = {"data.train": "FILES", "output": "DIRECTORY", "steps": "COUNT"}
+NEEDED = {"data.train": "FILES", "output": "DIRECTORY", "steps": "COUNT", "tokenizer.source": "train"}
 """Fields that a plan may leave open, with a placeholder for the value in the error's advice."""
 
 
 def job_of_plan(plan: Plan, source: str, overrides: Sequence[str] = (), *, steps: int | None = None) -> Job:
     """The job that runs `plan`, which was read from `source`; `steps` is the default where neither plan nor overrides
     say how many."""
+    fields, given = plan.job_fields(), {override.partition("=")[0].strip() for override in overrides}
+    missing = _missing(fields, given)
+    if steps and "steps" in missing:
+        fields["steps"] = steps
+        missing.remove("steps")
+    if missing:
+        wanted = _placeholders([*missing, *_tokenizer(fields, given)])
+        raise UserError(f"{source} does not say everything a run needs; add {wanted}")
+    return parse_job(yaml.safe_dump(fields, sort_keys=False), source, overrides)
+
+
+def run_command(plan: Plan, file: Path) -> str:
+    """The command that runs `plan`, which is in `file`, with placeholders for what the plan leaves open."""
     fields = plan.job_fields()
-    given = {override.partition("=")[0].strip() for override in overrides}
+    verb = "train" if plan.layout.ranks == 1 else "launch"
+    nodes = f"--nodes {plan.machine.nodes}" if plan.machine.nodes > 1 else ""
+    wanted = _placeholders([*_missing(fields, set()), *_tokenizer(fields, set())])
+    return " ".join(filter(None, ("tightfit", verb, shlex.quote(str(file)), nodes, wanted)))
+
+
+def _missing(fields: Mapping[str, Any], given: set[str]) -> list[str]:
+    """The fields of a job that a run needs and neither a plan's `fields` nor the overrides named `given` have."""
     known = {
         "data.train": "train" in fields["data"] or bool(given & {"data", "data.train"}),
         "output": "output" in fields or "output" in given,
         "steps": bool({"steps", "epochs"} & (given | {name for name in fields if fields[name] is not None})),
     }
-    if steps and not known["steps"]:
-        fields["steps"], known["steps"] = steps, True
-    missing = [f"-o {name}={NEEDED[name]}" for name, there in known.items() if not there]
-    if missing:
-        raise UserError(f"{source} does not say everything a run needs; add {' '.join(missing)}")
-    return parse_job(yaml.safe_dump(fields, sort_keys=False), source, overrides)
+    return [name for name, is_there in known.items() if not is_there]
+
+
+def _tokenizer(fields: Mapping[str, Any], given: set[str]) -> list[str]:
+    """The field that names a tokenizer, where a preset is trained, which has none."""
+    is_open = fields["model"]["source"] in PRESETS and "tokenizer" not in fields
+    return ["tokenizer.source"] if is_open and not given & {"tokenizer", "tokenizer.source"} else []
+
+
+def _placeholders(missing: Iterable[str]) -> str:
+    return " ".join(f"-o {name}={NEEDED[name]}" for name in missing)
 
 
 def read_job(path: Path, overrides: Sequence[str] = (), *, steps: int | None = None) -> tuple[Job, Plan | None]:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.sustained import product_share
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.rules.refusals import refused_workload
 from tightfit.jobs.workload import Workload
+from tightfit.memory.formulas.local_shape import ceil
 from tightfit.memory.formulas.overheads import INSTALLED
 from tightfit.memory.formulas.training import peaks
 from tightfit.plan.batch import warning
@@ -48,12 +50,12 @@ def _on_the_batch(plan: Plan, positions: int | None) -> Iterator[str]:
     if positions is not None and workload.sequence_length > positions:
         yield (
             f"rows have {workload.sequence_length:,} tokens, but the model has {positions:,} positions; "
-            "extend them (its rope's scaling, or its position embedding) before training"
+            "extend them before training (rope_scaling in its config.json, or a longer position embedding)"
         )
     if workload.global_batch % machine.ranks:
         yield (
-            f"a global batch of {workload.global_batch} rows is not a multiple of {machine.ranks} GPUs, so not all of "
-            "them can be data ranks"
+            f"a global batch of {counted(workload.global_batch, 'row')} is not a multiple of {machine.ranks} GPUs, so "
+            f"not all of them can be data ranks; {ceil(workload.global_batch, machine.ranks) * machine.ranks} rows are"
         )
     if machine.nodes > 1 and machine.inter.name not in machine.text:
         yield (
@@ -94,8 +96,8 @@ def _on_the_card(machine: Machine, workload: Workload) -> Iterator[str]:
         yield f"nobody has run tightfit on {card.vendor} cards: kernels are tested on NVIDIA's and on CPUs"
     if machine.ranks > 1 and (calibration is None or calibration.collectives is None):
         yield (
-            "splits are proven on CPU processes and on one GPU, never on several: have yours examined by `tightfit "
-            "doctor` first"
+            "splits were tested on CPU processes and on one GPU, never on several; check yours with `tightfit doctor` "
+            "first"
         )
 
 

@@ -62,7 +62,7 @@ class CompressionProgress:
         if cost.ledger is not None:
             self.say(_fullest(cost.ledger))
         if cost.calibration:
-            self.say(f"layers are looked at with {cost.calibration}")
+            self.say(f"calibration: {cost.calibration}")
         self.say(_quality_to_come(cost))
         if cost.transformers_limit:
             self.say(limit_sentence(cost.transformers_limit))
@@ -104,7 +104,7 @@ def _fullest(ledger: "Ledger") -> str:
     phase, rank = ledger.fullest()
     lines = sorted(ledger.at(phase, rank), key=lambda line: -line.bytes)
     told = ", ".join(f"{line.detail or line.component} {gib(line.bytes)}" for line in lines if line.bytes)
-    return f"most of it at {phase}: {told}"
+    return f"at the peak ({phase}): {told}"
 
 
 def print_compression(report: "CompressionReport", *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tightfit.counted import counted
 from tightfit.jobs.lever_table import describe_levers
-from tightfit.plan.describe import describe_layout
+from tightfit.plan.describe import describe_adapters, describe_layout
 from tightfit.report.tables import count_name, gib, print_json
 from tightfit.train.dry_run import DryRun
 
@@ -26,6 +26,8 @@ def _facts(found: DryRun) -> Iterator[tuple[str, str]]:
     yield "begins", found.begins
     yield "steps", f"{checked.first_step:,} to {checked.total_steps:,}" + (" (finished)" if checked.is_finished else "")
     yield "model", f"{job.model.source}, {count_name(checked.spec.params())} parameters, {checked.precision}"
+    if said := describe_adapters(checked.workload):
+        yield "adapters", said
     alone = "the CPU" if checked.device.type == "cpu" else "one GPU"
     layout = describe_layout(job.layout, alone=alone)
     yield "ranks", f"{counted(job.layout.ranks, 'rank')} on {checked.device.type}: {layout}"
@@ -34,5 +36,19 @@ def _facts(found: DryRun) -> Iterator[tuple[str, str]]:
     yield "data", f"{texts}, {counted(rows, 'row')} to train on"
     batch = f"{counted(job.global_batch, 'row')} of {job.data.sequence_length:,} tokens"
     yield "step", f"{batch}, {checked.workload.tokens:,} tokens"
+    if (gpu_bytes := found.gpu_bytes) is not None:
+        yield (
+            "memory",
+            f"{gib(gpu_bytes)} a GPU in {checked.precision}, predicted{_beside(gpu_bytes, found.room_bytes)}",
+        )
     yield "checkpoints", f"{gib(found.checkpoint_bytes)} each in {job.output}"
     yield "verdict", "all checks passed; nothing was started"
+
+
+def _beside(gpu_bytes: int, room_bytes: int | None) -> str:
+    """What that is beside the memory of this machine's GPU, or who tells whether it fits another's."""
+    if room_bytes is None:
+        return "; `tightfit plan` says on which cards it fits"
+    if gpu_bytes <= room_bytes:
+        return f"; this one has {gib(room_bytes)}"
+    return f", more than this one's {gib(room_bytes)}; --fit looks for levers with which it fits"

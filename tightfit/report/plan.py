@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from tightfit.counted import counted
-from tightfit.hardware.calibration import Calibration, read_calibrations
-from tightfit.hardware.catalog import CATALOG
 from tightfit.jobs.lever_table import describe_levers
 from tightfit.memory.ledger import Component, Ledger
 from tightfit.plan.answer import Answer
@@ -32,6 +30,7 @@ COLOURS: dict[Component, str] = {
     "master weights": "cyan",
     "gradients": "magenta",
     "optimizer states": "yellow",
+    "key/value cache": "bright_green",
     "activations": "green",
     "logits and loss": "red",
     "inputs": "white",
@@ -98,14 +97,18 @@ def _facts(answer: Answer) -> Table:
         rows.append(("host memory", f"{training} a node, {saving} while a checkpoint is written"))
     if plan.steps:
         total = plan.steps * plan.step_seconds
-        rows.append(("the job", f"{counted(plan.steps, 'step')}, {_seconds(total)}, {_gpu_hours(plan, total)}"))
+        hours = "" if plan.machine.is_cpu else f", {_gpu_hours(plan, total)}"
+        rows.append(("the job", f"{counted(plan.steps, 'step')}, {_seconds(total)}{hours}"))
     for name, value in rows:
         table.add_row(f"[dim]{name}[/dim]", escape(value))
     return table
 
 
 def _gpu_hours(plan: Plan, seconds: float) -> str:
-    return f"{plan.machine.ranks * seconds / 3600:,.0f} GPU hours"
+    hours = plan.machine.ranks * seconds / 3600
+    if hours >= 10:
+        return f"{hours:,.0f} GPU hours"
+    return f"{hours:.1f} GPU hours" if hours >= 0.1 else "less than 0.1 GPU hours"
 
 
 def _memory(ledger: Ledger, room_bytes: int, columns: int) -> Group:
@@ -179,7 +182,9 @@ def _seconds(seconds: float) -> str:
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
 def print_serving(serving: Serving, *, as_json: bool) -> None:
@@ -195,22 +200,27 @@ def print_serving(serving: Serving, *, as_json: bool) -> None:
     )
     console.print(_memory(serving.ledger, room, console.width))
     if serving.fits:
-        console.print(f"[dim]{_speeds(serving)}[/dim]")
+        console.print(_speeds(serving))
     for change in () if serving.fits else serving.changes():
         console.print(f"  would fit with {change}")
-    if serving.machine.ranks > 1:
-        console.print(f"[dim]· each of the {serving.machine.ranks} cards serves a copy[/dim]")
+    for sentence in serving.notes():
+        console.print(f"[dim]· {sentence}[/dim]", soft_wrap=True)
 
 
-def _speeds(serving: Serving) -> str:
+def _speeds(serving: Serving) -> Table:
     """What is predicted of an engine and, beside it, what the card sets as a limit."""
     speed, most = serving.predicted_tokens_per_second, serving.tokens_per_second
-    first_ms, least_ms = 1e3 * serving.predicted_first_token_seconds, 1e3 * serving.first_token_seconds
-    return (
-        f"{counted(serving.requests, 'request')} of {counted(serving.length, 'token')}: {speed:,.0f} tokens/s, at most "
-        f"{most:,.0f} at the card's reading speed; a first token after {first_ms:,.1f} ms, at least {least_ms:,.1f} "
-        f"for its products; room for {serving.most_requests:,} at a time"
+    first, least = serving.predicted_first_token_seconds, serving.first_token_seconds
+    limit = "memory's bandwidth" if serving.machine.is_cpu else "card's bandwidth"
+    asked = f"{counted(serving.requests, 'request')} of {counted(serving.length, 'token')}"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("[dim]decode[/dim]", f"{speed:,.0f} tokens/s for {asked}, at most {most:,.0f} by the {limit}")
+    prompt = f"a prompt of {counted(serving.length, 'token')} that comes alone"
+    table.add_row(
+        "[dim]first token[/dim]", f"{_seconds(first)} after {prompt}, at least {_seconds(least)} for products"
     )
+    table.add_row("[dim]room[/dim]", f"for {counted(serving.most_requests, 'such request')} at a time")
+    return table
 
 
 def print_batches(batches: list[Batch], *, as_json: bool) -> None:
@@ -223,46 +233,3 @@ def print_batches(batches: list[Batch], *, as_json: bool) -> None:
     console = output_console()
     for line in (*map(str, batches), *([sentence] if sentence else [])):
         console.print(line, soft_wrap=True)
-
-
-def print_catalog(*, as_json: bool) -> None:
-    """Every accelerator with its figures and sources."""
-    if as_json:
-        return print_json([_card_facts(card) for card in CATALOG])
-    table = Table(title="Accelerators (dense TFLOP/s; links GB/s one way)", title_justify="left", box=None)
-    for column in ("name", "form", "usable", "GB/s", "fp32", "fp16", "bf16", "fp8", "between", "host", "source"):
-        table.add_column(column, overflow="fold")
-    for card in CATALOG:
-        rates = [
-            f"{rate:g}" if rate else "–" for rate in (card.rates.fp32, card.rates.fp16, card.rates.bf16, card.rates.fp8)
-        ]
-        table.add_row(
-            card.name,
-            card.form,
-            gib(card.memory_bytes),
-            f"{card.bandwidth_gb_s:g}",
-            *rates,
-            f"{card.peer.name} {card.peer.gb_s:g}",
-            f"{card.host.name} {card.host.gb_s:g}",
-            card.source,
-        )
-    console = Console(width=150)
-    console.print(table)
-    for entry in read_calibrations().values():
-        console.print(_measured(entry))
-
-
-def _measured(entry: Calibration) -> str:
-    """One line with the rates that `tightfit calibrate` measured on a device."""
-    products = ", ".join(f"{name} {rate:,.3g}" for name, rate in entry.products_tflop_s.items())
-    return (
-        f"measured on {entry.device} on {entry.date}: products {products} TFLOP/s, "
-        f"copies {entry.copy_gb_s:,.0f} GB/s, host link {entry.link_gb_s:,.1f} GB/s, "
-        f"a layer's launches {entry.layer_launch_ms:.2f} ms"
-    )
-
-
-def _card_facts(card: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {"name": card.name, "memory_bytes": card.memory_bytes, **asdict(card)}

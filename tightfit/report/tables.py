@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from tightfit.train.evaluation import Evaluation
 
 
+SHOWN_NUMBERS = 8
+"""Lists of more fractions than this are told by their length."""
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document to stdout; NaN and infinity, which JSON lacks, are null."""
     print(printable_json(json.dumps(finite(value), indent=2, default=str, ensure_ascii=False, allow_nan=False)))
@@ -35,8 +39,12 @@ def finite(value: Any) -> Any:
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB or MiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    """Bytes as GiB or MiB, and few as KiB or bytes; nothing is `0 MiB`."""
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    if count >= 2**20 or not count:
+        return f"{count / 2**20:.0f} MiB"
+    return f"{count / 2**10:.0f} KiB" if count >= 2**10 else f"{count:.0f} B"
 
 
 def count_name(count: float) -> str:
@@ -108,7 +116,7 @@ def print_model(name: str, spec: ModelSpec, *, as_json: bool) -> None:
     if as_json:
         return print_json({"name": name, **asdict(spec), **model_facts(spec)})
     facts = {**model_facts(spec), **{k: v for k, v in asdict(spec).items() if v not in (None, False, (), 1.0)}}
-    _print_pairs(name, facts)
+    print_pairs(name, facts)
 
 
 def print_evaluation(result: "Evaluation", *, as_json: bool) -> None:
@@ -116,7 +124,7 @@ def print_evaluation(result: "Evaluation", *, as_json: bool) -> None:
     facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
     if as_json:
         return print_json(facts)
-    _print_pairs(
+    print_pairs(
         "held-out", {**facts, "loss": f"{result.loss:.4f} nats/token", "perplexity": f"{result.perplexity:.4f}"}
     )
 
@@ -148,12 +156,25 @@ def print_samples(prompt: str, streams: Iterable[Iterable[str]], *, as_json: boo
     print()
 
 
-def _print_pairs(title: str, facts: Mapping[str, Any]) -> None:
+def print_pairs(title: str, facts: Mapping[str, Any]) -> None:
+    """A name and its value on each line, without those that are None."""
     table = Table(title=title, title_justify="left", show_header=False)
     for name, value in facts.items():
         if value is None:
             continue
-        table.add_row(
-            name, escape(f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
-        )
+        table.add_row(name, escape(_value(value)))
     Console().print(table)
+
+
+def _value(value: Any) -> str:
+    """Numbers with thousands apart; settings and lists as a person writes them, and of long lists the length."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_value(each)}" for name, each in value.items() if each not in (None, False, ()))
+    if isinstance(value, list | tuple):
+        if all(isinstance(each, tuple) and isinstance(each[0], str) for each in value):  # a frozen mapping
+            return _value(dict(value))
+        is_long = len(value) > SHOWN_NUMBERS and isinstance(value[0], float)
+        return f"{len(value)} numbers" if is_long else ", ".join(map(_value, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{int(value):,}" if value == int(value) else f"{value:.6g}"

@@ -11,6 +11,8 @@ import torch
 
 from tightfit.jobs.job import Job
 from tightfit.jobs.paths import with_absolute_paths
+from tightfit.memory.formulas.overheads import INSTALLED
+from tightfit.memory.formulas.training import peaks
 from tightfit.parallel.ranks import ALONE
 from tightfit.train.checkpoints.room import checkpoint_bytes
 from tightfit.train.checks import CheckedRun, check_run
@@ -40,6 +42,17 @@ class DryRun:
         job = self.checked.job
         return checkpoint_bytes(self.checked.workload, job.levers, versions=1 + job.layout.has_two_versions)
 
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Predicted peak of a GPU; None where its levers are chosen at the start."""
+        job = self.checked.job
+        return None if job.fit else peaks(self.checked.workload, job.layout, job.levers, INSTALLED).gpu_bytes
+
+    @property
+    def room_bytes(self) -> int | None:
+        """Memory of this machine's GPU; None where it has none."""
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         checked, job = self.checked, self.checked.job
@@ -62,6 +75,7 @@ class DryRun:
             "rows": len(checked.data.train),
             "held_out_rows": 0 if checked.data.held_out is None else len(checked.data.held_out),
             "checkpoint_bytes": self.checkpoint_bytes,
+            "gpu_peak_bytes": self.gpu_bytes,
         }
 
 

@@ -130,7 +130,7 @@ def run_job(
             if finished := prepared.position_step == prepared.total_steps:
                 notes.say(
                     f"{job.output} is finished: {prepared.total_steps} of {prepared.total_steps} steps; "
-                    "give -o steps=MORE to train it further"
+                    f"give -o {'epochs' if job.steps is None else 'steps'}=MORE to train it further"
                 )
         run = None if finished else _begun(ranks, stack, opened(job, decision, start))
         return _Run(prepared, run, last_step, quiet, writes=not finished).go()

@@ -7,6 +7,7 @@ would lose most of its answers is refused.
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def _trained_tokenizer(job: Job, say: Say, show_bars: bool) -> Tokenizer:
     say(f"training a tokenizer of {job.tokenizer.vocab_size:,} tokens on the data")
 
     texts = _first_texts(job, sources)
-    trained = train_tokenizer(texts, job.tokenizer.vocab_size, progress=show_bars)
+    trained = train_tokenizer(texts, job.tokenizer.vocab_size, progress=show_bars and sys.stderr.isatty())
     try:
         with durable_directory(kept) as folder:
             trained.save(folder)

@@ -191,7 +191,7 @@ def test_a_cpus_memory_is_what_an_engine_holds_there() -> None:
         lines = make_serving("tiny-llama", model.spec, bare, form, 64, 1).ledger.lines
         found = {(line.component, line.detail): line.bytes for line in lines if line.phase == "forward"}
         assert found["weights", "fp32"] == engine.budget.weight_bytes
-        assert found["activations", "keys and values"] == engine.budget.cache_bytes
+        assert found["key/value cache", "keys and values"] == engine.budget.cache_bytes
         assert ("cuda context", "") not in found
 
 

@@ -30,7 +30,10 @@ def test_a_file_is_a_document_and_a_row_is_a_document(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"body": "x", "id": 3}, r"line 1 has no field 'text' \(it has 'body', 'id'\); name the field that holds"),
-        ({"messages": []}, r"no field 'text' but a conversation \(it has 'messages'\); to learn .* set objective: sft"),
+        (
+            {"messages": []},
+            r"no field 'text' but a conversation \(it has 'messages'\); train on it with objective: sft",
+        ),
         ({"prompt": "", "completion": ""}, "objective: sft"),
         ({}, r"line 1 has no field 'text' \(it has none at all\)"),
         ({"text": None}, r"line 1 has null in field 'text'; it must be a string"),

@@ -37,7 +37,7 @@ class Calibration:
     def describe(self) -> str:
         """Shape and source in a few words."""
         rows, length = self.tokens.shape
-        return f"{rows} x {length} tokens of {self.source}"
+        return f"{rows} × {length} tokens of {self.source}"
 
     def fingerprint(self) -> str:
         """Shape and digest: equal where two runs calibrate on the same rows."""

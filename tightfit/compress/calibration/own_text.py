@@ -35,7 +35,7 @@ def writing_dtype(device: str) -> torch.dtype:
 
 def describe_own_text(rows: int, length: int) -> str:
     """The rows in a few words, before they are generated."""
-    return f"{rows} x {length} tokens of {SOURCE}"
+    return f"{rows} × {length} tokens of {SOURCE}"
 
 
 def own_text(

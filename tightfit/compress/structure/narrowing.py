@@ -76,7 +76,8 @@ class _Narrowing(LayerRewriting):
     def describe(self) -> str:
         lost = sorted(set(range(self.spec.layers)) - set(self.layers))
         told = self.job.kept.describe(self.spec)
-        return told + (f" (without layers {', '.join(map(str, lost))})" if lost else "")
+        noun = "layer" if len(lost) == 1 else "layers"
+        return told + (f" (without {noun} {', '.join(map(str, lost))})" if lost else "")
 
     def rewrite(self, model: Decoder, new: int, old: int, stream: list[Tensor]) -> Rewritten:
         cut = cut_layer(model, old, self.job.kept, stream)

@@ -131,7 +131,7 @@ def serving_ledger(
     weights = About("weights", form, "bytes per block of weights, norms in float32"), weight_bytes(spec, form)
     if stored_bytes is not None:
         weights = About("weights", "compressed", "codes, scales and what stays plain, as stored"), stored_bytes
-    kept = About("activations", "keys and values", "two vectors a token, head and layer; one if latent")
+    kept = About("key/value cache", "keys and values", "two vectors a token, head and layer; one if latent")
     work = About("activations", "prefill", "a forward pass that keeps nothing")
     logits = About("logits and loss", "last token's logits", "float32, one a request")
     parts = [

@@ -15,6 +15,7 @@ layer's working set is divided by t though its residual stream is not.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tightfit.counted import counted
 from tightfit.errors import UserError
 from tightfit.hardware.machine import Machine
 from tightfit.jobs.precision import FLOAT32_BYTES
@@ -108,9 +109,11 @@ class Deployment:
     def describe(self) -> str:
         """One line for the user."""
         peak, room = (f"{value / 2**30:.1f} GiB" for value in (self.peak_bytes, self.room_bytes))
-        splits = f"{self.replicas} x (tensor {self.tensor} x pipeline {self.pipeline})"
-        load = f"{self.requests} requests of {self.length} tokens at a time on each copy"
-        return f"{self.model} on {self.machine.text}: {splits}; {peak} of {room} on a card; {load}"
+        ranks = {"tensor": self.tensor, "pipeline": self.pipeline}
+        splits = " × ".join(f"{name} {degree}" for name, degree in ranks.items() if degree > 1) or "one card"
+        copies = "1 copy" if self.replicas == 1 else f"{self.replicas} copies"
+        load = f"{counted(self.requests, 'request')} of {counted(self.length, 'token')} at a time on each copy"
+        return f"{self.model} on {self.machine.text}: {copies} of {splits}; {peak} of {room} on a card; {load}"
 
 
 def make_deployment(
@@ -150,11 +153,11 @@ def _splits(asked: Deployment, tensor: int | None, pipeline: int | None) -> Iter
     """Ways to split one copy, in the order in which they are tried: without stages first, then by number of cards."""
     machine = asked.machine
     for number, most, name, of in (
-        (tensor, machine.per_node, "tensor", "cards in a node"),
-        (pipeline, min(machine.ranks, asked.spec.layers), "pipeline", "cards and layers to divide"),
+        (tensor, machine.per_node, "tensor", "in a node"),
+        (pipeline, min(machine.ranks, asked.spec.layers), "pipeline", "with a layer each"),
     ):
         if number is not None and number > most:
-            raise UserError(f"--{name} is {number}, but {machine.text} has {most} {of}; lower it")
+            raise UserError(f"--{name} is {number}, but {machine.text} has {counted(most, 'card')} {of}; lower it")
     if tensor is not None and (sentence := indivisible(asked.spec, tensor)):
         raise UserError(sentence.replace("layout.tensor", "--tensor"))
     tensors = [tensor] if tensor else [t for t in range(1, machine.per_node + 1) if indivisible(asked.spec, t) is None]

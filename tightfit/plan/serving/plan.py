@@ -7,6 +7,7 @@ given beside them (seconds.py). With several cards, each serves a copy.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -25,6 +26,7 @@ from tightfit.memory.ledger import Ledger
 from tightfit.models.quantized.held_weights import CodedHead, HeldWeights
 from tightfit.models.quantized.scheme import Scheme
 from tightfit.models.spec import ModelSpec
+from tightfit.plan.notes import MEASURED_CARD
 from tightfit.plan.serving.cpu_seconds import CpuStepRates
 from tightfit.plan.serving.cpu_weights import HOST_SHARE, CpuFormat, CpuWeights, format_on_cpu, held_on_cpu
 from tightfit.plan.serving.seconds import PackedProducts, ServingRates, StepRates
@@ -232,6 +234,16 @@ class Serving:
             found.append(f"another card: {card.name}")
         return found
 
+    def notes(self) -> Iterator[str]:
+        """What a user should know besides the numbers, one sentence each."""
+        if self.machine.ranks > 1:
+            yield f"each of the {self.machine.ranks} cards serves a copy"
+        if not self.machine.is_cpu and self.machine.accelerator.family != MEASURED_CARD:
+            yield (
+                f"times assume that this card reaches the shares of its peaks that an {MEASURED_CARD} reaches "
+                "(docs/hardware.md)"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
         return {
@@ -251,6 +263,7 @@ class Serving:
             "most_requests": self.most_requests,
             "ledger": self.ledger.to_json()["lines"],
             "changes": [] if self.fits else self.changes(),
+            "notes": list(self.notes()),
         }
 
 

@@ -74,8 +74,8 @@ def missing_fields(where: str, wanted: Sequence[str], present: Sequence[str]) ->
     has = f"it has {', '.join(map(repr, present))}" if present else "it has none at all"
     if len(wanted) == 1 and any(set(fields) <= set(present) for fields in CONVERSATIONS):
         return UserError(
-            f"{where} has no field {wanted[0]!r} but a conversation ({has}); to learn its answers set objective: sft "
-            "(evaluate: --chat), or name the field that holds the text"
+            f"{where} has no field {wanted[0]!r} but a conversation ({has}); train on it with objective: sft, evaluate "
+            "on it with --chat, give other commands plain text, or name the field that holds text"
         )
     if len(wanted) == 1:
         return UserError(f"{where} has no field {wanted[0]!r} ({has}); name the field that holds the text")
