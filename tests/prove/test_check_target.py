@@ -78,7 +78,7 @@ def test_a_job_that_prunes_is_checked_with_it(tmp_path: Path) -> None:
     """A job's optimizer.l1 and keep_zeros, and those of the plan that was made of it; what is left out is named."""
     file = tmp_path / "job.yaml"
     file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {data: 2}\noptimizer: {l1: 0.5}\n")
-    rounds = ["quantize.bits=4", "quantize.group=16", "distill.teacher=self"]
+    rounds = ["quantize.bits=4", "quantize.group=16", "distill.teacher=model"]
     found = read_target(file, ["optimizer.keep_zeros=true", "optimizer.lr=1"])
     assert (found.settings.l1, found.settings.keep_zeros, found.settings.lr) == (0.5, True, SETTINGS.lr)
     assert found.left_out == ()

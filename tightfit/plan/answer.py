@@ -68,7 +68,8 @@ class Question:
         except ValidationError as error:
             problem = error.errors()[0]
             name = ".".join(map(str, problem["loc"])) or "adapter"
-            raise UserError(f"adapter.{name} is {problem['input']!r:.40}: {problem['msg']}; change it") from None
+            wrong = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            raise UserError(f"adapter.{name} is {problem['input']!r:.40}, but {wrong}; change it") from None
         adapted = settings.on(self.model, workload.spec)
         return replace(self, workload=replace(workload, adapted=adapted), job={**self.job, "adapter": dict(fields)})
 
