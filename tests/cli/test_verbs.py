@@ -277,6 +277,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "JOB", "--fields"], ["is JOB,", "--fields only lists"]),
     (["train", "--fields", "--from", "step-1"], ["--from is step-1", "--fields only lists"]),
     (["train", "JOB", "-o", "output=NEW", "--dry-run", "--memory", "much"], ["--memory", "much"]),
+    (["train", "JOB", "--resume=step-1"], ["--resume is 'step-1'", "--resume=auto", "--from CHECKPOINT"]),
     (["train", "JOB", "--dry-run", "--stop-after", "2"], ["--stop-after is 2", "--dry-run starts nothing"]),
     (["launch", "JOB", "--dry-run", "--restarts", "2"], ["--restarts is 2", "--dry-run starts nothing"]),
     (["launch", "JOB", "--dry-run", "--check"], ["--check is given", "--dry-run starts nothing"]),

@@ -36,7 +36,7 @@ from tightfit.models.presets import preset
 from tightfit.parallel import data, pipeline, tensor
 from tightfit.parallel.ranks import Ranks
 from tightfit.prove import equivalence_check as gate
-from tightfit.prove.check_target import CheckTarget, exact_target, miniature, target_of
+from tightfit.prove.check_target import SETTINGS, CheckTarget, exact_target, miniature, target_of
 from tightfit.prove.equivalence import TOLERANCE, Verdict, compare
 from tightfit.prove.equivalence_check import check
 from tightfit.prove.question import read_question
@@ -136,6 +136,25 @@ def test_stages_update_uneven_shards(group: Make, tied: bool) -> None:
     spec = replace(DEEP, tied=tied, vocab_size=97)
     verdict = group(4).run(judge, CheckTarget(spec, MIXTURES["stages-zero-1"][1], passes=2))[0]
     assert verdict.same, verdict.first
+
+
+@contextmanager
+def only_the_first_rank(name: str) -> Iterator[None]:
+    """The optimizer's `name` is for the first rank, which has the truth too, and nothing for the others."""
+    changed = patch.object(optimizer, name, lambda *given, **options: None)
+    with changed if dist.get_rank() else patch.object(sys, "argv", sys.argv):
+        yield
+
+
+@pytest.mark.parametrize("layout", [TENSOR, REPLICAS, SHARDS], ids=["tensor", "ddp", "zero-3"])
+def test_pruning_is_checked_where_a_job_prunes(group: Make, layout: Layout) -> None:
+    """L1, and zeros that stay: a job's settings, which ranks and single process have alike."""
+    pruned = target(layout, settings=SETTINGS.model_copy(update={"l1": 0.3, "keep_zeros": True}))
+    for fault in (None, "no shrinking", "no zeros kept"):
+        verdict = group(2).run(judge, pruned, fault)[0]
+        assert verdict.same == (fault is None), (fault, verdict.first)
+        if verdict.first is not None:
+            assert verdict.first.kind == ("copy" if layout == REPLICAS else "weight")
 
 
 @contextmanager
@@ -270,6 +289,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "stale norm": partial(stale, "norm.weight"),
     "stale embedding": partial(stale, "embed.weight"),
     "tied apart": tied_apart,
+    "no shrinking": partial(only_the_first_rank, "_shrink"),
+    "no zeros kept": partial(only_the_first_rank, "_keep_zeros"),
 }
 FOUND = [
     ("no partial sums", TENSOR, "gradient", "norm.weight"),

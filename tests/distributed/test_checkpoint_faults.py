@@ -2,12 +2,17 @@
 
 import resource
 from collections.abc import Callable
+from errno import ENOSPC
+from os import strerror
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.covering import sampled
 from tests.distributed.group import Group
@@ -18,12 +23,15 @@ from tightfit.errors import UserError
 from tightfit.jobs.job import Job
 from tightfit.models.loading import load_model
 from tightfit.models.resolve import checkpoints_of
+from tightfit.models.text.tokenizer import Tokenizer
+from tightfit.train.checkpoints.sharded import PieceWriter
 from tightfit.train.deepspeed_engine import refuse_what_deepspeed_cannot
 
 Make = Callable[[int], Group]
 SMALL = {"source": "tiny-llama", "shape": {"layers": 2, "hidden_size": 32, "mlp_size": 48}}
-FEW_BYTES = 20_000
-"""More than the files that are not in pieces have, less than a rank's pieces."""
+FEW_BYTES = 50_000, 70_000
+"""More than the files that are not in pieces have, less than a rank's pieces; of the second number torch alone would
+not say what was wrong."""
 
 
 @pytest.fixture
@@ -49,17 +57,56 @@ def refused(fields: dict[str, Any], options: dict[str, Any], largest_file_bytes:
     return "nothing was wrong"
 
 
-def test_what_cannot_be_written_in_the_background_is_told_by_all(group: Make, make: Callable[..., Job]) -> None:
-    job = make()
+def refused_tokenizer(fields: dict[str, Any], options: dict[str, Any]) -> str:
+    """The sentence of a run whose disk has no room for the tokenizer, which the first rank alone writes."""
+    with patch.object(Tokenizer, "save", side_effect=OSError(ENOSPC, strerror(ENOSPC))):
+        return refused(fields, options)
+
+
+@pytest.mark.parametrize("limit", FEW_BYTES)
+def test_what_cannot_be_written_in_the_background_is_told_by_all(
+    group: Make, make: Callable[..., Job], limit: int
+) -> None:
+    job = make(model={"source": "tiny-llama"})
     group(2).run(run_fields, job.model_dump(mode="json"), {"stop_after": 1})
     assert [path.name for path in checkpoints_of(job.output)] == ["step-00000001"]
-    found = group(2).run(refused, job.model_dump(mode="json"), {"resume": True}, FEW_BYTES)
+    found = group(2).run(refused, job.model_dump(mode="json"), {"resume": True}, limit)
     assert all("cannot write checkpoint" in sentence and "File too large" in sentence for sentence in found), found
     assert all(
         sentence.endswith("the last good checkpoint is " + str(checkpoints_of(job.output)[0])) for sentence in found
     )
-    assert [path.name for path in checkpoints_of(job.output)] == ["step-00000001"]
-    assert load_model(str(job.output)).model.spec.layers == 2
+    assert [path.name for path in (job.output / "checkpoints").iterdir()] == ["step-00000001"]
+    assert load_model(str(job.output)).model.spec.layers > 1
+
+
+@sampled(1)
+@pytest.mark.parametrize("limit", [30_000, 50_000, 70_000, 100_000, 150_000])
+def test_torch_does_not_hide_why_a_piece_could_not_be_written(tmp_path: Path, limit: int) -> None:
+    """Of some sizes its archive of a tensor says which byte it had come to, and not what the disk had said."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tensors = {f"of {rows} rows": torch.zeros(rows, 30) for rows in range(1, 402, 50)}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(CheckpointException) as told, pytest.warns(UserWarning, match="single process"):
+            save(tensors, storage_writer=PieceWriter(tmp_path / "pieces"), no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [str(error) for error, _ in told.value.failures.values()] == ["[Errno 27] File too large"]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_the_first_rank_cannot_begin_is_told_by_all(group: Make, make: Callable[..., Job], sharded: bool) -> None:
+    """The tokenizer, which it alone writes: the others do not wait for their timeout."""
+    job = make(saving={"every": 1, "sharded": sharded})
+    group(2).run(run_fields, job.model_dump(mode="json"), {"stop_after": 1})
+    before = checkpoint_files(checkpoints_of(job.output)[0])
+    found = group(2).run(refused_tokenizer, job.model_dump(mode="json"), {"resume": True})
+    assert found[0] == found[1]
+    assert (
+        "step-00000002: No space left on device; make room or change `output`; the last good checkpoint is" in found[0]
+    )
+    assert [path.name for path in (job.output / "checkpoints").iterdir()] == ["step-00000001"]
+    assert checkpoint_files(checkpoints_of(job.output)[0]) == before
 
 
 @sampled(2)

@@ -49,9 +49,9 @@ def in_a_save(once: str) -> None:
 
 def beside_training(once: str) -> None:
     """The second checkpoint in pieces, which is written in the background."""
-    import torch.distributed.checkpoint.filesystem as module
+    import tightfit.train.checkpoints.sharded as module
 
-    replace(module.FileSystemWriter, "write_data", lambda calls, _: calls == 2, once)
+    replace(module.PieceWriter, "write_data", lambda calls, _: calls == 2, once)
 
 
 def replace(owner: Any, name: str, due: Callable[[int, tuple[Any, ...]], object], once: str) -> None:

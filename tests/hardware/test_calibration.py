@@ -57,6 +57,28 @@ def test_entries_are_kept_beside_each_other(config: Path) -> None:
     assert found["NVIDIA L4"].copy_gb_s == 1.0
 
 
+def test_other_cards_are_not_counted_with_rates_of_this_one() -> None:
+    """Advice of a machine whose own card is far slower than its data sheet says."""
+    slow = replace(MEASURED, products_tflop_s=dict.fromkeys(MEASURED.products_tflop_s, 1.0), copy_gb_s=10.0)
+    asked = question("llama-3.1-8b", "RTX4090", 2048, 1, "levers.offload=none")
+    here = replace(asked, machine=replace(asked.machine, calibration=slow))
+    offered, expected = (
+        [change for change in answer(each).changes if change.what == "another card"] for each in (here, asked)
+    )
+    assert offered == expected != []
+
+
+def test_a_cpu_is_no_card_to_have_more_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cards that would do in its place are planned with a host of their own."""
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    write_calibration(replace(MEASURED, device=CPU))
+    asked = question("llama-3.1-8b", "V100-16GB", 2048, 1, precision="fp32")
+    offered = {change.what: change for change in answer(replace(asked, machine=local_machine("16GB"))).changes}
+    assert set(offered) == {"another card"}
+    assert offered["another card"].to == "1xV100-16GB"
+    assert offered["another card"].step_s == pytest.approx(answer(asked).plan.step_seconds, rel=0.05)
+
+
 def test_the_local_machine_counts_with_its_own_rates() -> None:
     named = local_machine(listing=LISTING)
     assert named.calibration is None

@@ -92,6 +92,16 @@ def test_other_counts_of_the_same_parts() -> None:
     assert parse_machine("T4").with_counts(1, 4).text == "4xT4"
 
 
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 4), (2, 8)])
+def test_a_bridge_is_left_out_where_it_has_no_pair_to_join(nodes: int, per_node: int) -> None:
+    """The text of such a machine would be refused, and its cards be said to talk faster than they do."""
+    found = parse_machine("2xRTX3090:NVLink:hdr").with_counts(nodes, per_node)
+    assert found == parse_machine(found.text)
+    assert found.intra.name == "pcie4"
+    assert parse_machine("2xRTX3090:nvlink").with_counts(3, 2).text == "3x2xRTX3090:nvlink"
+    assert parse_machine("2xH100-80GB:nvlink").with_counts(1, 4) == parse_machine("4xH100-80GB:nvlink")
+
+
 def from_listing(listing: str) -> Machine:
     return local_machine("64GB", listing)
 

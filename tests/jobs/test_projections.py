@@ -8,7 +8,11 @@ import pytest
 from tests.models.huggingface.reference import pair
 from tightfit.errors import UserError
 from tightfit.jobs.adapter import AdapterTraining
+from tightfit.jobs.layout import Layout
+from tightfit.jobs.levers import Levers
 from tightfit.jobs.projections import PROJECTIONS, targeted
+from tightfit.jobs.rules.refusals import refused_by_trainer
+from tightfit.jobs.rules.rule import Run
 from tightfit.models.huggingface.families import FAMILIES
 from tightfit.models.presets import preset
 
@@ -103,6 +107,22 @@ def test_what_means_nothing_is_a_sentence(targets: list[str], said: str) -> None
 def test_gates_that_are_not_there_are_told() -> None:
     with pytest.raises(UserError, match="'gate', which is no projection of gpt2; there are q, k, v, o, up, down "):
         AdapterTraining(rank=2, targets=["gate_proj"]).projections(GPT2)
+
+
+@pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-mixtral"])
+@pytest.mark.parametrize("targets", [["q", "v"], ["w.*"], ["q", "c_attn"]])
+def test_layers_that_get_no_adapters_are_said_to_have_none(name: str, targets: list[str]) -> None:
+    """Not that `v` is no projection of a family of which the same sentence lists `v`."""
+    spec = preset(name)
+    try:
+        adapted = AdapterTraining.model_validate({"rank": 2, "targets": targets}).adapted(spec=spec)
+        said = str(refused_by_trainer(Run(layout=Layout(), levers=Levers(), spec=spec, adapted=adapted)))
+    except UserError as error:
+        said = str(error)
+        assert said.startswith(f"adapter.targets has '{targets[-1]}', but {spec.family} has ")
+    assert f"{spec.family} has experts or latent attention" in said
+    assert said.endswith("; choose another model")
+    assert "projection" not in said
 
 
 def test_one_text_is_a_list_of_one() -> None:

@@ -89,7 +89,10 @@ def test_a_plan_is_saved_and_becomes_a_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"rank": 16, "bits": 5}, "adapter.bits is 5, but it should be 2, 4 or 8$"), ({"rank": 0}, "adapter.rank is 0")],
+    [
+        ({"rank": 16, "bits": 5}, "adapter.bits is 5, but it should be 2, 4 or 8$"),
+        ({"rank": 0}, "adapter.rank is 0, but it should be"),
+    ],
 )
 def test_what_is_no_adapter_is_refused(fields: dict[str, int], said: str) -> None:
     asked = Question(model="llama-3.1-8b", workload=workload(), machine=parse_machine("H200", None))

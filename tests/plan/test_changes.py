@@ -137,6 +137,28 @@ def test_the_host_memory_that_is_asked_for_is_enough(model: str, on: str, length
     assert planned(model, on, length, rows, host=f"{ceil(left_open.host_peak_bytes / 1e9)}GB").plan.fits
 
 
+@pytest.mark.parametrize(
+    ("on", "host", "offered"),
+    [
+        ("2xRTX4000SFFAda-20GB", "400GB", "1xRTX4000SFFAda-20GB"),  # which saves without copies of 371 GiB
+        ("2x2xRTX3090:nvlink", "400GB", None),  # as two cards of each of two nodes fit, like four do
+        ("2xRTX3090:nvlink", "400GB", "1xRTX3090"),
+        ("2xRTX4000SFFAda-20GB", "300GB", None),
+    ],
+)
+def test_fewer_cards_are_offered_where_they_fit(on: str, host: str, offered: str | None) -> None:
+    """With the same batch, in the words and the time in which the plan of those cards is found."""
+    answered = planned("qwen2.5-32b", on, 4096, 2, host=host)
+    found = [change for change in answered.changes if change.what == "fewer cards"]
+    assert [change.to for change in found] == ([] if offered is None else [offered])
+    for change in found:
+        fewer = planned("qwen2.5-32b", change.to, 4096, 2, host=host)
+        assert fewer.plan.fits
+        assert fewer.plan.step_seconds == pytest.approx(change.step_s, rel=0.05)
+    if not found and not answered.plan.fits:
+        assert not planned("qwen2.5-32b", on.removeprefix("2x"), 4096, 2, host=host).plan.fits
+
+
 def test_states_kept_on_a_card_that_lacks_the_room_are_let_go() -> None:
     """The plan without the pin fits, so that the pin is named, and not a larger card alone."""
     pins = "levers.offload=optimizer", "levers.offload_keep_bytes=20000000000"

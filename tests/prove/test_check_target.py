@@ -12,6 +12,7 @@ from tightfit.jobs.adapter import AdapterTraining
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.levers import Levers
 from tightfit.jobs.load import load_job
+from tightfit.jobs.quantize import Quantize
 from tightfit.models.presets import preset
 from tightfit.plan.answer import answer
 from tightfit.prove.check_target import SETTINGS, CheckTarget, exact_target, miniature, target_of
@@ -73,11 +74,38 @@ def test_a_job_of_adapters_is_checked_with_them(tmp_path: Path) -> None:
     assert read_target(tmp_path / "plan.json").adapter.bits is None
 
 
+def test_a_job_that_prunes_is_checked_with_it(tmp_path: Path) -> None:
+    """A job's optimizer.l1 and keep_zeros, and those of the plan that was made of it; what is left out is named."""
+    file = tmp_path / "job.yaml"
+    file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {data: 2}\noptimizer: {l1: 0.5}\n")
+    rounds = ["quantize.bits=4", "quantize.group=16", "distill.teacher=model"]
+    found = read_target(file, ["optimizer.keep_zeros=true", "optimizer.lr=1"])
+    assert (found.settings.l1, found.settings.keep_zeros, found.settings.lr) == (0.5, True, SETTINGS.lr)
+    assert found.left_out == ()
+    assert read_target(file, rounds).left_out == ("quantize", "distill")
+    asked = question("tiny-llama", "8xH100-80GB", 64, 64, "layout.data=8")
+    workload = replace(asked.workload, shrinks=True, rounding=Quantize(bits=4).rounding)
+    plan = answer(replace(asked, workload=workload, job={"optimizer": {"l1": 0.5}})).plan
+    plan.save(tmp_path / "plan.json")
+    assert read_target(tmp_path / "plan.json").settings.l1 == 0.5
+    assert read_target(tmp_path / "plan.json").left_out == ("quantize",)
+
+
+def test_a_job_that_would_not_be_trained_is_not_checked(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: tiny-llama\ndata: x\noutput: y\nsteps: 1\nlayout: {tensor: 2}\nquantize: {bits: 4}\n")
+    with pytest.raises(
+        UserError, match=r"quantize.bits rounds whole weights .*layout.tensor is 2; set layout.tensor=1"
+    ):
+        read_target(file)
+
+
 def test_what_rounds_is_left_out_and_nothing_else() -> None:
     kept = {"checkpoint_every": 1, "offload_checkpoints": True, "loss_chunk_bytes": 1, "tiles": 2}
     rounding = {"optimizer_states": "8bit", "rounding": "stochastic", "matmul": "fp8-row", "checkpoint_format": "fp8"}
     target = CheckTarget(preset("tiny-llama"), Layout(), Levers.model_validate(kept | rounding))
     assert exact_target(target) == replace(target, levers=Levers.model_validate(kept))
+    assert exact_target(target).left_out == tuple(f"levers.{name}" for name in rounding)
 
 
 def test_updates_inside_backward_are_compared_unclipped() -> None:

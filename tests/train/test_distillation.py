@@ -307,6 +307,7 @@ def test_features_and_other_divergences_train(learning: Callable[..., Job]) -> N
     [
         ({"model": {"source": "tiny-llama", "shape": {"vocab_size": 1024}}}, "a vocabulary of"),
         ({"distill": {"teacher": "tiny-llama"}}, "no weights"),
+        ({"distill": {"teacher": "absent"}}, "absent.* neither a model preset nor a directory"),
         ({"distill": {"features": 1.0, "feature_layers": 2}}, "has 1 layers"),
     ],
 )

@@ -23,6 +23,7 @@ from tightfit.models.resolve import checkpoints_of
 from tightfit.report import run as report
 from tightfit.train import loop, run_directory
 from tightfit.train.checkpoints import directory
+from tightfit.train.dry_run import dry_run
 from tightfit.train.evaluation import Evaluation
 from tightfit.train.loop import run_job
 from tightfit.train.run_directory import REPLACED, Start, decide, recover
@@ -228,6 +229,33 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
     assert "loss.png" in shown.err
     assert "steps" in shown.out
     assert not [path for path in run_copy.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints/step-00000002"])
+def test_a_run_does_not_replace_what_it_is_made_of(make_small: Callable[..., Job], run_copy: Path, below: str) -> None:
+    """Adapters would lose their model, and a teacher would not be there when the run is resumed."""
+    source, before = str(run_copy / below), snapshot(run_copy)
+    own = {"source": source, "shape": {}}
+    changes: list[dict[str, Any]] = [
+        {"model": own, "tokenizer": {"source": "model"}},
+        {"model": own, "tokenizer": {"source": "model"}, "adapter": {"rank": 2}},
+        {"distill": {"teacher": source}},
+        {"tokenizer": {"source": source}},
+    ]
+    for change in changes:
+        for run in (run_job, dry_run):
+            with pytest.raises(UserError, match=r"a run that this one would replace .*; choose another output"):
+                run(make_small(**change), overwrite=True, quiet=True)
+    assert snapshot(run_copy) == before
+
+
+def test_a_run_is_not_begun_among_the_checkpoints_of_another(make_small: Callable[..., Job], run_copy: Path) -> None:
+    inside = make_small().model_copy(update={"output": run_copy / "checkpoints" / "step-00000002"})
+    for run in (run_job, dry_run):
+        with pytest.raises(UserError, match=r"is among the checkpoints of the run .*; choose another output"):
+            run(inside, quiet=True)
+    beside = make_small().model_copy(update={"output": run_copy / "beside"})
+    assert run_job(beside, stop_after=1, quiet=True).step == 1
 
 
 def test_leftovers_of_a_kill_are_swept_by_the_next_start(make_small: Callable[..., Job], run_copy: Path) -> None:

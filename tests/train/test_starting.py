@@ -116,7 +116,7 @@ def test_a_disk_without_room_is_found_before_anything_is_written(
     assert needed[0] == pytest.approx(real_size, rel=0.1)
     before = snapshot(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * needed[0] - 1))
-    with pytest.raises(UserError, match=r"2 checkpoints of .* lower saving\.keep"):
+    with pytest.raises(UserError, match=r" MiB free, but 2 checkpoints of .* MiB each .* lower saving\.keep"):
         run_job(job, quiet=True)
     assert snapshot(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2 * needed[0]))

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from tightfit.cli.options import Override
+from tightfit.errors import UserError
 
 PASSED_OVER = "but --dry-run starts nothing; leave one of them out"
 """Why options that say how processes run are refused with --dry-run."""
@@ -64,4 +65,8 @@ class ResumingCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `--resume=auto` as the flag `--resume-auto`."""
+        for arg in args:
+            if arg.startswith("--resume=") and arg != "--resume=auto":
+                value = arg.partition("=")[2]
+                raise UserError(f"--resume is {value!r:.80}; write --resume, --resume=auto or --from CHECKPOINT")
         return super().parse_args(ctx, ["--resume-auto" if arg == "--resume=auto" else arg for arg in args])

@@ -38,6 +38,8 @@ LARGEST = 1_000_000
 LONGEST_NAME = 100
 """Characters of a card's name that near ones are looked up by."""
 DEFAULT_NETWORK = "ethernet-100"
+BRIDGE = "nvlink"
+"""The word that asks for a pair's bridge."""
 _COUNTS, _OPTIONS = r"(?:(-?\d+)x)?(?:(-?\d+)x)?", r"((?::[\w.-]+)*)"
 _PATTERN = re.compile(rf"{_COUNTS}([A-Za-z][\w .-]*){_OPTIONS}")
 _FILE_PATTERN = re.compile(rf"{_COUNTS}([^:]+\.ya?ml){_OPTIONS}")
@@ -80,11 +82,28 @@ class Machine:
         return self.nodes * self.per_node
 
     def with_counts(self, nodes: int, per_node: int) -> "Machine":
-        """The same accelerators and links in another number."""
-        tail = self.text.partition(":")
-        plain = re.sub(r"^(\d+x){0,2}", "", tail[0])
-        counts = f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x"
-        return replace(self, nodes=nodes, per_node=per_node, text=f"{counts}{plain}{tail[1]}{tail[2]}")
+        """The same accelerators and links in another number; a bridge, which joins two cards of a node, is left out
+        where there are not two."""
+        name, *words = self.text.split(":")
+        intra, peer = self.intra, self.accelerator.peer
+        if per_node != 2 and intra != peer and peer.kind != "fabric":
+            words, intra = [word for word in words if word.lower() != BRIDGE], peer
+        plain = re.sub(r"^(\d+x){0,2}", "", name)
+        text = ":".join([f"{_counts(nodes, per_node)}{plain}", *words])
+        return replace(self, nodes=nodes, per_node=per_node, intra=intra, text=text)
+
+    def with_card(self, card: Accelerator) -> "Machine":
+        """As many of another card with the links of its vendor; what was measured here is not known of it."""
+        host_bytes = None if self.accelerator.shares_memory else self.host_bytes
+        return replace(
+            self,
+            accelerator=card,
+            intra=card.peer,
+            inter=LINKS[card.network or DEFAULT_NETWORK],
+            host_bytes=0 if card.shares_memory else host_bytes,
+            text=f"{_counts(self.nodes, self.per_node)}{card.name}",
+            calibration=None,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, which `machine_of_json` reads back."""
@@ -150,6 +169,10 @@ def machine_of_json(data: Mapping[str, Any]) -> Machine:
     )
 
 
+def _counts(nodes: int, per_node: int) -> str:
+    return f"{nodes}x{per_node}x" if nodes > 1 else f"{per_node}x"
+
+
 def _own_card(path: str) -> Accelerator:
     from tightfit.hardware.own_card import own_card  # imports YAML, which few plans need
 
@@ -167,11 +190,11 @@ def _check_counts(text: str, nodes: int, per_node: int) -> None:
 def _options(text: str, words: list[str]) -> tuple[str | None, bool, str | None]:
     """The form, whether cards are bridged, and the network that the words after the colons ask for."""
     asked = [word.lower() for word in words]
-    known = (*FORMS, "nvlink", *NETWORKS)
+    known = (*FORMS, BRIDGE, *NETWORKS)
     for word in asked:
         if word not in known:
             raise UserError(f"machine {text!r} asks for {word!r}; after a colon stands one of {', '.join(known)}")
-    return _one_of(text, asked, FORMS), "nvlink" in asked, _one_of(text, asked, NETWORKS)
+    return _one_of(text, asked, FORMS), BRIDGE in asked, _one_of(text, asked, NETWORKS)
 
 
 def _one_of(text: str, asked: list[str], known: tuple[str, ...]) -> str | None:

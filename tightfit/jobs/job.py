@@ -255,13 +255,29 @@ class Job(Section):
             )
         if self.steps is not None and self.schedule.warmup_steps > self.steps:
             raise ValueError(
-                f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the {self.steps} steps of the run"
+                f"schedule.warmup_steps is {self.schedule.warmup_steps}, more than the {self.steps} steps of the run; "
+                "lower it, or raise steps"
             )
+        self._refuse_unknown_losses()
         if self.tokenizer.source == "train" and self.model.weights == "pretrained":
             raise ValueError("tokenizer.source is train, but pretrained weights need the tokenizer they came with")
         if sentence := self.refusal():
             raise ValueError(sentence)
         return self
+
+    def _refuse_unknown_losses(self) -> None:
+        """Refuse settings that compare held-out losses where there are none."""
+        asked = [
+            *(["evaluation.stop_early"] if self.evaluation.stop_early else []),
+            *(["saving.keep_best"] if self.saving.keep_best else []),
+        ]
+        if asked and not self.data.held_out:
+            raise ValueError(f"{asked[0]} compares held-out losses, but data.held_out is 0; hold out some, or drop it")
+        if self.evaluation.stop_early and not self.evaluation.every:
+            raise ValueError(
+                f"evaluation.stop_early is {self.evaluation.stop_early}, but evaluation.every is 0, so that nothing is "
+                "evaluated on the way; set evaluation.every"
+            )
 
     def _divide_batch(self) -> None:
         """Set a micro-batch that was not given to the largest up to its default that divides a data rank's rows."""

@@ -34,7 +34,7 @@ def parse_job(text: str, source: str, overrides: Sequence[str] = ()) -> Job:
     """The job written in `text`."""
     fields = read_yaml(text, source)
     if not isinstance(fields, dict):
-        held = "is empty" if fields is None else f"holds {type(fields).__name__}, not fields"
+        held = "is empty" if fields is None else f"holds {KINDS.get(type(fields), 'one value')}, not fields"
         raise UserError(f"{source} {held}; start with `model: …`")
     for override in overrides:
         _apply(fields, override)
@@ -52,7 +52,7 @@ def _apply(fields: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):
-        raise UserError(f"override {override!r} is not of the form path.to.field=value")
+        raise UserError(f"override {override!r} is not of the form path.to.field=value, such as steps=10")
     for depth, key in enumerate(keys[:-1]):
         inner = fields.setdefault(key, {})
         if isinstance(inner, str) and key in ("model", "tokenizer", "data"):
@@ -96,6 +96,7 @@ EXPECTED = {
     "bool_type": "it should be true or false",
     "bool_parsing": "it should be true or false",
     "list_type": "it should be a list",
+    "too_short": "it should not be empty",
     "tuple_type": "it should be a list of numbers",
     "dict_type": "it should have fields of its own",
     "model_type": "it should have fields of its own",
@@ -107,6 +108,10 @@ EXPECTED = {
 def _expected(problem: Any) -> str:
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return EXPECTED.get(problem["type"], message.replace("input should", "it should"))
+
+
+KINDS: dict[type, str] = {list: "a list", str: "text"}
+"""What a file may hold instead of fields, in such words."""
 
 
 def _shown(value: Any) -> str:

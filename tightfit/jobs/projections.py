@@ -46,7 +46,7 @@ def targeted(targets: Sequence[str], spec: ModelSpec) -> tuple[Projection, ...]:
                 found[layer].update(projections)
                 unused.pop(target, None)
     if unused:
-        raise UserError(f"adapter.targets has {next(iter(unused))!r:.80}, {_what_there_is(spec)}")
+        raise UserError(f"adapter.targets has {next(iter(unused))!r:.80}, {_what_is_wrong(spec)}")
     chosen = found[0]
     for layer, others in found.items():
         if odd := sorted(chosen ^ others):
@@ -111,7 +111,10 @@ def _known_ends() -> set[str]:
     return {".".join(each[start:]) for each in parts for start in range(len(each))}
 
 
-def _what_there_is(spec: ModelSpec) -> str:
+def _what_is_wrong(spec: ModelSpec) -> str:
+    """What there is instead of a target that means nothing; nothing is, where layers are not dense."""
+    if spec.experts is not None or spec.latent is not None:
+        return f"but {spec.family} has experts or latent attention, which get no adapters; choose another model"
     names = dict.fromkeys(name for layer, name, _ in _modules(spec) if layer == 0)
     ours = ", ".join(linear_shapes(spec))
     theirs = ", ".join(name for name in names if not name.startswith("layers."))

@@ -2,22 +2,23 @@
 
 On the data axis: which rows a process reads, and sums over them (`rank`, `world`, `sum`). Over ranks that have pieces
 of the same rows: `sum_over_context_ranks`; over both: `sum_over_batch`. Over all processes of a run, of every axis:
-`first`, `sum_over_all`, `max`, `broadcast`, `barrier`.
+`first`, `on_first`, `sum_over_all`, `max`, `broadcast`, `barrier`.
 
 `ALONE`, the default everywhere, communicates nothing and copies nothing. Every method that communicates must be called
 by all ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tightfit.errors import UserError
 from tightfit.parallel.mesh import context_ranks_group, long_wait_group
 
 Thing = TypeVar("Thing")
@@ -101,6 +102,22 @@ class Ranks:
         box = [thing]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def on_first(self, function: Callable[[], Thing]) -> Thing:
+        """What `function` returns on the first process, on every process; its UserError is raised on all of them. The
+        others wait with a timeout of hours."""
+        found: Thing | None = None
+        refusal: str | None = None
+        if self.first:
+            try:
+                found = function()
+            except UserError as error:
+                refusal = str(error)
+        self.barrier()
+        found, refusal = self.broadcast((found, refusal))
+        if refusal is not None:
+            raise UserError(refusal)
+        return cast(Thing, found)
 
     @property
     def is_stage_leader(self) -> bool:

@@ -75,7 +75,7 @@ class Question:
         except ValidationError as error:
             problem = error.errors()[0]
             name = ".".join(map(str, problem["loc"])) or "adapter"
-            wrong = problem["msg"].replace("Input should be", "it should be")
+            wrong = problem["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
             raise UserError(f"adapter.{name} is {problem['input']!r:.40}, but {wrong}") from None
         adapted = settings.on(self.model, workload.spec)
         return replace(self, workload=replace(workload, adapted=adapted), job={**self.job, "adapter": dict(fields)})

@@ -6,10 +6,12 @@ so that it trains in milliseconds on a CPU. Tokens are random: rows of several d
 counted labels.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from tightfit.errors import UserError
 from tightfit.jobs.adapter import NOT_ADAPTED, AdapterTraining
 from tightfit.jobs.job import Job, Optimizer, PrecisionName
 from tightfit.jobs.layout import Layout
@@ -27,6 +29,8 @@ NO_LEVERS = Levers()
 ROUNDING = ("optimizer_states", "rounding", "matmul", "checkpoint_format")
 SETTINGS = Optimizer(lr=1e-3, eps=1e-4)
 """With the usual eps, Adam makes full updates from gradients that are pure rounding error, and these would differ."""
+CARRIED = ("clip_norm", "l1", "keep_zeros")
+"""Settings of the optimizer that a job's or a plan's target has; the others are those above."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class CheckTarget:
     settings: Optimizer = SETTINGS
     seed: int = 0
     adapter: AdapterTraining = NOT_ADAPTED
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+    """Sections and fields of the job that ranks and single process train without."""
 
     def micro_batches(self, step: int) -> list[Batch]:
         """Micro-batches of all data ranks in the loader's order: the first of rank 0, of rank 1, …"""
@@ -64,20 +70,35 @@ def target_of(asked: Job | Plan) -> CheckTarget:
 
 def _target_of_plan(plan: Plan) -> CheckTarget:
     rows, passes = plan.layout.micro_batch * plan.layout.data, plan.workload.global_batch
-    adapted = plan.workload.adapted
+    workload, adapted = plan.workload, plan.workload.adapted
+    left_out = {
+        "quantize": workload.rounding is not None,
+        "distill": workload.teacher is not None,
+        "adapter.bits": adapted is not None and adapted.base.scheme is not None,
+        "adapter.dropout": adapted is not None and adapted.drops,
+    }
     return CheckTarget(
         plan.workload.spec,
         plan.layout,
         plan.levers,
         _few(passes // rows, plan.layout),
         plan.workload.sequence_length,
+        settings=_settings(Optimizer.model_validate(plan.job.get("optimizer", {}))),
         adapter=NOT_ADAPTED if adapted is None else exact_adapter(adapted.settings),
+        left_out=_named(left_out),
     )
 
 
 def _target_of_job(job: Job) -> CheckTarget:
     spec = job.experts.applied(reshaped(source_spec(job.model.source), job.model.shape, job.model.source))
-    settings = SETTINGS.model_copy(update={"clip_norm": job.optimizer.clip_norm})
+    if sentence := job.refusal(spec):
+        raise UserError(sentence)
+    left_out = {
+        "quantize": job.quantize.bits is not None,
+        "distill": job.distill.teacher is not None,
+        "adapter.bits": job.adapter.bits is not None,
+        "adapter.dropout": job.adapter.dropout > 0,
+    }
     passes = _few(job.accumulation, job.layout)
     return CheckTarget(
         spec,
@@ -85,10 +106,19 @@ def _target_of_job(job: Job) -> CheckTarget:
         job.levers,
         passes,
         job.data.sequence_length,
-        settings=settings,
+        settings=_settings(job.optimizer),
         seed=job.seed,
         adapter=exact_adapter(job.adapter),
+        left_out=_named(left_out),
     )
+
+
+def _settings(of: Optimizer) -> Optimizer:
+    return SETTINGS.model_copy(update={name: getattr(of, name) for name in CARRIED})
+
+
+def _named(left_out: dict[str, bool]) -> tuple[str, ...]:
+    return tuple(name for name, is_set in left_out.items() if is_set)
 
 
 def exact_adapter(adapter: AdapterTraining) -> AdapterTraining:
@@ -102,7 +132,18 @@ def exact_target(target: CheckTarget) -> CheckTarget:
     are not clipped, as clipping is by an estimate that depends on the order of gradients."""
     levers = Levers.model_validate(target.levers.model_dump(exclude=set(ROUNDING)))
     unclipped = target.settings.model_copy(update={"clip_norm": 0.0})
-    return replace(target, levers=levers, settings=unclipped if levers.update_in_backward else target.settings)
+    return replace(
+        target,
+        levers=levers,
+        settings=unclipped if levers.update_in_backward else target.settings,
+        left_out=(*target.left_out, *_lossy(target.levers)),
+    )
+
+
+def _lossy(levers: Levers) -> Iterator[str]:
+    """The lossy levers that are set, by name."""
+    usual = Levers()
+    yield from (f"levers.{name}" for name in ROUNDING if getattr(levers, name) != getattr(usual, name))
 
 
 def _few(passes: int, layout: Layout) -> int:

@@ -47,6 +47,8 @@ LEAST_WEIGHT = 1e-2
 """The least denominator of a weight's error, per element (biases begin at zero): ten updates at the check's learning
 rate."""
 LEAST_NUMBER = 1e-6
+PRUNED_BELOW = 0.02
+"""Weights that begin as zeros where a job keeps zeros: a tenth of those of a miniature."""
 Look = Callable[[str], None]
 
 
@@ -154,8 +156,18 @@ def _whole(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:
     def fill(model: Decoder) -> None:
         torch.manual_seed(target.seed)
         init_weights(model)
+        if target.settings.keep_zeros:
+            _prune(model)
 
     return unfilled(target.spec, target.layout, target.precision, device, target.levers), fill
+
+
+@torch.no_grad()
+def _prune(model: Decoder) -> None:
+    """Zero all small weights, of a rank's shards as of the whole model, so that there are zeros to keep."""
+    for parameter in model.parameters():
+        own = local(parameter)
+        own.masked_fill_(own.abs() < PRUNED_BELOW, 0.0)
 
 
 def _with_adapters(target: CheckTarget, device: torch.device) -> tuple[Decoder, Fill]:

@@ -17,12 +17,14 @@ def print_verdict(verdict: "Verdict", target: "CheckTarget", *, as_json: bool) -
     if as_json:
         shape = {"spec": asdict(target.spec), "layout": target.layout.model_dump(), "passes": target.passes}
         shape |= {} if target.adapter.rank is None else {"adapter": target.adapter.model_dump()}
-        return print_json({**verdict.to_json(), **shape})
+        return print_json({**verdict.to_json(), **shape, "left_out": target.left_out})
     console = output_console()
     spread = ", ".join(f"{name} {value}" for name, value in target.layout.model_dump(exclude_defaults=True).items())
     console.print(f"{counted(verdict.ranks, 'rank')} ({spread}) against one, {counted(verdict.steps, 'step')}")
     frozen = "" if target.adapter.rank is None else f", frozen, with adapters of rank {target.adapter.rank}"
     console.print(f"a {target.spec.family} of {target.spec.params():,} weights{frozen}, {verdict.compared} comparisons")
+    if target.left_out:
+        console.print(f"left out on both sides: {', '.join(target.left_out)}")
     if verdict.first is None:
         console.print(f"[green]the same[/]: the largest error is {verdict.largest.error:.1e}")
         return

@@ -87,6 +87,8 @@ def check_run(
     """
     if sentence := job.refusal():
         raise UserError(sentence)
+    if replaces:
+        _refuse_own_sources(job)
     position = None if checkpoint is None else read_position(checkpoint)
     precision = ranks.broadcast(_precision(job, position, device))
     if checkpoint is not None and position is not None:
@@ -119,6 +121,20 @@ def check_run(
     )
     _refuse_shortages(checked, saves=saves, replaces=replaces)
     return checked
+
+
+def _refuse_own_sources(job: Job) -> None:
+    """Refuse to replace the run that the new one is made of, and needs again when it is resumed or used."""
+    sources = {
+        "model": job.model.source,
+        "distill.teacher": teacher_source(job),
+        "tokenizer.source": job.tokenizer.source,
+    }
+    for field, source in sources.items():
+        if source is not None and any(place == job.output for place in (Path(source), *Path(source).parents)):
+            raise UserError(
+                f"{field} is {source}, a run that this one would replace in {job.output}; choose another output"
+            )
 
 
 def _refuse_missing_packages(job: Job, checkpoint: Path | None, device: torch.device, *, saves: bool) -> None:

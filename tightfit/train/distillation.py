@@ -50,9 +50,9 @@ def check_teacher(job: Job, spec: ModelSpec, tokenizer: Tokenizer) -> None:
     source = teacher_source(job)
     if source is None:
         return
+    taught = source_spec(source)  # whose sentence says where there is no model at all
     if not has_weights(source):
         raise UserError(f"distill.teacher is {source}, which has no weights; give a directory, a run or a GGUF file")
-    taught = source_spec(source)
     if taught.vocab_size != spec.vocab_size:
         raise UserError(
             f"distill.teacher has a vocabulary of {taught.vocab_size} and the model one of {spec.vocab_size}; give the "

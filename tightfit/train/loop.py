@@ -11,7 +11,7 @@ evaluation, the step that is recorded and the end, and its ranks agree to stop o
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, takewhile
@@ -114,7 +114,7 @@ def run_job(
         forget_peak_memory(device)
         ranks = Ranks.of(mesh)
         quiet = quiet or not ranks.first
-        decision = _agreed(ranks, lambda: _decided(job.output, start))
+        decision = ranks.on_first(lambda: _decided(job.output, start))
         with RunProgress(0, 0, quiet) as notes:
             prepared = prepare(
                 job,
@@ -141,21 +141,6 @@ def _decided(output: Path, start: Start) -> Decision:
     return decide(output, start)
 
 
-def _agreed(ranks: Ranks, function: Callable[[], Decision]) -> Decision:
-    """The first process's decision, broadcast to all ranks; its UserError is raised on all of them."""
-    found: Decision | None = None
-    refusal: str | None = None
-    if ranks.first:
-        try:
-            found = function()
-        except UserError as error:
-            refusal = str(error)
-    found, refusal = ranks.broadcast((found, refusal))
-    if refusal is not None or found is None:
-        raise UserError(refusal)
-    return found
-
-
 def _begun(ranks: Ranks, stack: ExitStack, run: AbstractContextManager[OpenedRun]) -> OpenedRun | None:
     """The run's directory, opened on the first process (None on the others); where that is refused, all ranks raise."""
     entered: list[OpenedRun] = []
@@ -164,7 +149,7 @@ def _begun(ranks: Ranks, stack: ExitStack, run: AbstractContextManager[OpenedRun
         entered.append(stack.enter_context(run))
         return entered[0].decision
 
-    _agreed(ranks, enter)
+    ranks.on_first(enter)
     return entered[0] if entered else None
 
 
@@ -398,8 +383,9 @@ class _Run:
         if self.job.quantize.bits is None or (self.step < self.p.total_steps and not self._stopped_early):
             return
         parts = quantized_parts(self.p.model)  # all ranks: ZeRO's gather
-        if self.ranks.first and self.writes:
-            written = write_quantized(self.job.output, self.p.model.spec, parts, self.p.tokenizer)
+        if self.writes:
+            run, spec, tokenizer = self.job.output, self.p.model.spec, self.p.tokenizer
+            written = self.ranks.on_first(lambda: write_quantized(run, spec, parts, tokenizer))
             self.progress.say(f"compressed model: {written}")
 
     def _settle(self) -> None:
@@ -422,9 +408,7 @@ class _Run:
         else:
             content = gathered(p.model, p.optimizer, dtype, self.ranks)
             content = replace(content, adapter=saved_adapter(self.job, p.facts, p.precision))
-            if self.ranks.first:
-                save_checkpoint(self.job.output, content, p.tokenizer, position, **kept)
-            self.ranks.barrier()
+            self.ranks.on_first(lambda: save_checkpoint(self.job.output, content, p.tokenizer, position, **kept))
         self.saved = checkpoint_path(self.job.output, self.step)
 
     def _result(self) -> RunResult:

@@ -72,7 +72,17 @@ def decide(output: Path, start: Start) -> Decision:
         raise
 
 
+def _refuse_inside_checkpoints(output: Path) -> None:
+    for place in output.parents:
+        if place.name == CHECKPOINTS and is_run_file(place.parent / JOB_FILE):
+            raise UserError(
+                f"output {output} is among the checkpoints of the run {place.parent}, which go as newer ones come; "
+                "choose another output"
+            )
+
+
 def _decision(output: Path, start: Start) -> Decision:
+    _refuse_inside_checkpoints(output)
     found = checkpoints_of(output)
     if start.resume or start.checkpoint:
         if found:

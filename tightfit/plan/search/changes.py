@@ -1,9 +1,10 @@
 """Changes: what would make a plan fit that does not, the smallest step of each kind, and its step's time.
 
 Tried are: dropping each pin, lossless levers that the search leaves out, more host memory, narrower states, fewer bits
-of a model under adapters, no master weights, shorter rows, more cards, another card. Whether a change is enough is
-decided with the strongest levers; of the layouts that then fit, only the MOST_SEARCHED most promising families are
-searched for the plan whose time and host memory are reported, so there may be a faster one.
+of a model under adapters, no master weights, shorter rows, fewer cards (one card saves states from the
+host without a copy), more cards, another card. Whether a change is enough is decided with the strongest levers; of the
+layouts that then fit, only the MOST_SEARCHED most promising families are searched for the plan whose time and host
+memory are reported, so there may be a faster one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,6 @@ from typing import Any, get_args
 
 from tightfit.errors import UserError
 from tightfit.hardware.catalog import larger_cards
-from tightfit.hardware.links import LINKS
-from tightfit.hardware.machine import DEFAULT_NETWORK
 from tightfit.jobs.adapter import Adapted, FrozenBase, HeldBits, held_in
 from tightfit.jobs.layout import Layout
 from tightfit.jobs.lever_table import LEVER_TABLE
@@ -102,7 +101,8 @@ def _beside_levers(space: SearchSpace) -> Iterator[tuple[str, Variants]]:
         pure = replace(space, workload=replace(space.workload, precision="pure-bf16"))
         yield "no float32 master weights", iter([("--precision pure-bf16 (lossy)", pure)])
     yield "shorter rows", _fewer_tokens(space)
-    if space.machine.accelerator.form != "soc":  # which is a whole computer
+    if space.machine.accelerator.form not in ("soc", "cpu"):  # which are whole computers
+        yield "fewer cards", _fewer_cards(space)
         yield "more cards", _more_cards(space)
     yield "another card", _other_cards(space)
 
@@ -172,6 +172,15 @@ def _fewer_tokens(space: SearchSpace) -> Variants:
         length //= 2
 
 
+def _fewer_cards(space: SearchSpace) -> Variants:
+    """Half as many cards, repeatedly: nodes down to one, then cards of that node."""
+    machine = space.machine
+    while machine.ranks > 1:
+        one_node = machine.nodes == 1
+        machine = machine.with_counts(max(1, machine.nodes // 2), machine.per_node // (2 if one_node else 1))
+        yield machine.text, replace(space, machine=machine)
+
+
 def _more_cards(space: SearchSpace) -> Variants:
     """Twice as many cards, repeatedly: inside the node up to eight, then more nodes."""
     machine = space.machine
@@ -188,7 +197,5 @@ def _other_cards(space: SearchSpace) -> Variants:
     for card in larger_cards(machine.accelerator):
         if card.rates.of(NUMBERS[space.workload.precision]) is None:
             continue
-        counts = f"{machine.nodes}x{machine.per_node}x" if machine.nodes > 1 else f"{machine.per_node}x"
-        inter = LINKS[card.network or DEFAULT_NETWORK]
-        text = f"{counts}{card.name}"
-        yield text, space.with_card(replace(machine, accelerator=card, intra=card.peer, inter=inter, text=text))
+        other = machine.with_card(card)
+        yield other.text, space.with_card(other)

@@ -43,9 +43,13 @@ def refuse_full_disk(job: Job, workload: Workload, *, first_step: int, total_ste
     free = shutil.disk_usage(_existing(job.output)).free
     if each * count > free:
         raise UserError(
-            f"output {job.output} has {free / 2**30:.2f} GiB free, but {counted(count, 'checkpoint')} of "
-            f"{each / 2**30:.2f} GiB each will be there at once; make room, lower saving.keep or choose another output"
+            f"output {job.output} has {_size(free)} free, but {counted(count, 'checkpoint')} of {_size(each)} each "
+            "will be there at once; make room, lower saving.keep or choose another output"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def _existing(path: Path) -> Path:

@@ -14,6 +14,7 @@ at a time: the next save waits for it. A run of any layout can resume from the p
 
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tightfit.durable import TEMPORARY_PREFIX, discard_directory, flush, flush_tree
@@ -87,13 +90,11 @@ class ShardedSaver:
         self.finish()
         target = checkpoint_path(run, position.step)
         folder = self.ranks.broadcast(target.parent / f"{TEMPORARY_PREFIX}{target.name}-{uuid.uuid4().hex[:8]}")
+        self.ranks.on_first(lambda: _begin(folder, target, model, dtype, tokenizer, position))
         with _failures_told(target):
-            if self.ranks.first:
-                _begin(folder, model, dtype, tokenizer, position)
-            self.ranks.barrier()
             future: Any = async_save(
                 _content(model, optimizer) if self.is_writer else {},
-                checkpoint_id=folder / FOLDER,
+                storage_writer=PieceWriter(folder / FOLDER),
                 process_group=self.group,
             )
             written = _digested(future, folder) if self.ranks.first else future
@@ -104,10 +105,9 @@ class ShardedSaver:
         pending, self.pending = self.pending, None
         if pending is None:
             return
+        self.ranks.on_first(lambda: self._name(pending))
         with _failures_told(pending.target):
             pending.future.result()
-        self._name(pending)
-        self.ranks.barrier()
 
     def poll(self) -> None:
         """Rename the pending checkpoint if all of it is written; never waits."""
@@ -117,18 +117,34 @@ class ShardedSaver:
     def _name(self, pending: _Pending) -> None:
         """Rename the checkpoint, on the first process; its write ends only after those of all ranks."""
         if self.ranks.first and not pending.named:
-            with _failures_told(pending.target):
+            with _failures_told(pending.target, pending.folder):
                 pending.future.result()
                 _complete(pending)
             pending.named = True
 
 
+class PieceWriter(_FileSystemWriter):
+    """Torch's writer, which says why a file could not be written, also where torch.save says where it stopped."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Write this rank's pieces."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # of torch.save's archive, which wants to end where nothing can be written
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 @contextmanager
-def _failures_told(target: Path) -> Iterator[None]:
-    """Turn write errors, immediate ones and those of the background thread, into a UserError of one sentence."""
+def _failures_told(target: Path, folder: Path | None = None) -> Iterator[None]:
+    """Turn write errors, immediate ones and those of the background thread, into a UserError of one sentence; `folder`,
+    where they were to be written, is removed."""
     try:
         yield
     except (OSError, CheckpointException) as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         failures = list(getattr(error, "failures", {}).values())  # of the ranks' threads
         cause = failures[0][0] if failures else error
         raise UserError(
@@ -143,13 +159,16 @@ def _content(model: Decoder, optimizer: MasterAdamW) -> dict[str, Tensor]:
     return {**weights, **states, "rng/cpu": torch.get_rng_state()}
 
 
-def _begin(folder: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenizer, position: Position) -> None:
-    """Write the files that are not in pieces."""
-    (folder / "training").mkdir(parents=True)
-    write_config(folder, model.spec, tokenizer, dtype)
-    tokenizer.save(folder)
-    state = json.dumps({"format": FORMAT, **position.__dict__}, indent=1) + "\n"
-    (folder / "training" / "state.json").write_text(state, encoding="utf-8")
+def _begin(
+    folder: Path, target: Path, model: Decoder, dtype: torch.dtype, tokenizer: Tokenizer, position: Position
+) -> None:
+    """Write the files that are not in pieces into `folder`, which will be `target`."""
+    with _failures_told(target, folder):
+        (folder / "training").mkdir(parents=True)
+        write_config(folder, model.spec, tokenizer, dtype)
+        tokenizer.save(folder)
+        state = json.dumps({"format": FORMAT, **position.__dict__}, indent=1) + "\n"
+        (folder / "training" / "state.json").write_text(state, encoding="utf-8")
 
 
 def _digested(written: "Future[Any]", folder: Path) -> "Future[Any]":
