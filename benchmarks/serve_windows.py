@@ -94,7 +94,8 @@ def measure(name: str, load: Load, arguments: argparse.Namespace) -> None:
     for windows in (True, False):
         with keeping(windows):
             engine = Engine(model, None, load.config)
-        answered(engine, load, 2)
+        for count in (1, load.requests):  # kernels are compiled when a size is first met
+            answered(engine, load, count)
         _, alone, _ = answered(engine, load, 1)
         at_once, together, answers = answered(engine, load, load.requests)
         first = first or answers

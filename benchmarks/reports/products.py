@@ -21,11 +21,17 @@ def newest_run(results: Path, name: str = "quantized_linear") -> list[Row]:
     return [row for row in rows if row["commit"] == rows[-1]["commit"]]
 
 
+def of_others(results: Path) -> list[Row]:
+    """The newest rows of other packages, which are not in every run."""
+    rows = [row for row in read_rows(results / "quantized_linear.csv") if row["implementation"].endswith(")")]
+    return [row for row in rows if row["commit"] == rows[-1]["commit"]]
+
+
 def product_rows(results: Path) -> Table:
     """A row for each shape and product, microseconds for each number of rows."""
     took = {
         (row["shape"].split(" x ", 1)[1], row["implementation"], int(row["rows"])): 1e3 * float(row["ms"])
-        for row in newest_run(results)
+        for row in (*newest_run(results), *of_others(results))
     }
     counts = sorted({count for _, _, count in took})
     rows = []
@@ -42,11 +48,12 @@ def told(name: str) -> str:
 
 
 def products_measured(results: Path) -> str:
-    """Where: the newest run's commit, torch and copy bandwidth."""
-    row = newest_run(results)[-1]
+    """Where: the newest run's commit, torch and copy bandwidth, and the run of other packages."""
+    row, others = newest_run(results)[-1], of_others(results)[-1]["commit"]
     device = {"cuda": "NVIDIA H200"}.get(row["device"], row["device"])  # what first runs wrote
     copied = f"{float(row['copy_gb_s']):,.0f} GB/s"
-    return f"On {device}, torch {row['torch']}, at `{row['commit']}`; a plain copy moves {copied}."
+    elsewhere = "" if others == row["commit"] else f" Other packages were in the run at `{others}`."
+    return f"On {device}, torch {row['torch']}, at `{row['commit']}`; a plain copy moves {copied}.{elsewhere}"
 
 
 def block_rows(results: Path) -> Table:

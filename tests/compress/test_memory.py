@@ -139,7 +139,6 @@ def run(method: str, spec: ModelSpec, given: dict[str, Any]) -> CompressionCost:
     return said[0]
 
 
-@sampled(4)
 @pytest.mark.parametrize(
     ("spec", "method", "rows", "phase"),
     [

@@ -69,6 +69,11 @@ def test_the_weight_gradient_is_no_less_exact_than_one_of_all_rows_at_once(diver
     assert errors[0] <= 1.05 * errors[1]
 
 
+def requested_bytes(when: str) -> int:
+    """Bytes of tensors: the allocator leaves up to 1 MiB more with each large one."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{when}"])
+
+
 @pytest.mark.parametrize(
     ("N", "chunk_bytes", "sum_bytes"), [(8192, 64 * 2**20, 3), (700, 64 * 2**20, 3), (8192, 4 * 2**20, 4)]
 )
@@ -83,17 +88,17 @@ def test_holds_what_is_counted(N: int, chunk_bytes: int, sum_bytes: int) -> None
     parts = (hidden, weight, hidden.detach(), weight.detach(), labels, DistillationTerms())
     linear_distillation(*parts, chunk_bytes=chunk_bytes).backward()  # workspaces of cuBLAS, compiled kernels
     hidden.grad = weight.grad = None
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes("current")
     torch.cuda.reset_peak_memory_stats()
     loss = linear_distillation(*parts, chunk_bytes=chunk_bytes)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = requested_bytes("peak") - before
     hidden_bytes, wide_rows_bytes = 2 * N * H, 4 * min(N, chunks.rows) * H  # of few rows (write_product)
     counted = chunks.held_bytes + sum_bytes * V * H + hidden_bytes
     assert counted <= peak <= counted + wide_rows_bytes + 2**20
     torch.cuda.reset_peak_memory_stats()
     loss.backward()
     cast_bytes = 2 * V * H if sum_bytes == 4 else 0
-    assert torch.cuda.max_memory_allocated() - before <= sum_bytes * V * H + 2 * hidden_bytes + cast_bytes + 2**20
+    assert requested_bytes("peak") - before <= sum_bytes * V * H + 2 * hidden_bytes + cast_bytes + 2**20
 
 
 def test_a_teacher_on_the_host_teaches_the_same() -> None:

@@ -177,9 +177,7 @@ class _Compression:
             return self._run(progress)
 
     def _run(self, progress: Progress) -> CompressionReport:
-        stream = self._write_embedding()
-        probe = LossProbe(stream)
-        reports, stream = self._write_layers(stream, probe, progress)
+        reports, stream, probe = self._write_layers(progress)
         head_error = self._write_head(stream, progress)
         kl = self._kl(probe, stream) if stream else None
         return self._finish(reports, head_error, kl)
@@ -191,10 +189,11 @@ class _Compression:
             self._write(EMBEDDING_SHARD, end_state(model, EMBEDDING_SHARD, self.written_spec), {})
         return [] if self.calibration is None else self.calibration.embedded(model)
 
-    def _write_layers(
-        self, stream: list[Tensor], probe: LossProbe, progress: Progress
-    ) -> tuple[list[LayerReport], list[Tensor]]:
-        """Write every layer that is not written yet; their reports, and the calibration rows after the last."""
+    def _write_layers(self, progress: Progress) -> tuple[list[LayerReport], list[Tensor], LossProbe]:
+        """Write the embedding and every layer that is not written yet; the layers' reports, the calibration rows after
+        the last (no caller may hold those before it), and those of the original model."""
+        stream = self._write_embedding()
+        probe = LossProbe(stream)
         original = stream if self.job.recipe.learns else []
         reports: list[LayerReport] = []
         for index in range(self.spec.layers):
@@ -209,7 +208,7 @@ class _Compression:
                 stream, original = result.outputs, result.original
                 reports.append(LayerReport(index, result.errors, result.layer_error, result.seconds))
             progress(index + 1, self._steps, reports[-1])
-        return reports, stream
+        return reports, stream, probe
 
     @property
     def _steps(self) -> int:
