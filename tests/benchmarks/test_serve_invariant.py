@@ -21,8 +21,8 @@ def test_the_page_has_the_newest_ratios_of_a_gpu() -> None:
     one, many, long = (newest[case] for case in ("one stream", "64 requests", "a prompt of 4096"))
     said = (
         f"{one['ratio']} times as long for one stream, {many['ratio']} times for 64 requests and {long['ratio']} times "
-        f"for a prompt of 4096 tokens. With it none of the 64 answers differs from what its request gets alone; without it "
-        f"{many['differing_plain']} do."
+        f"for a prompt of 4096 tokens. With it none of the 64 answers differs from what its request gets alone; "
+        f"without it {many['differing_plain']} do."
     )
     assert said in " ".join((ROOT / "docs/serving.md").read_text(encoding="utf-8").split())
     assert many["differing_invariant"] == "0"
