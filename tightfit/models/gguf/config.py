@@ -286,7 +286,10 @@ def metadata_of(spec: ModelSpec) -> dict[str, Any]:
     """`spec` as GGUF metadata, for the families in WRITTEN."""
     name = WRITTEN.get(spec.family)
     if name is None:
-        raise UserError(f"{spec.family} models cannot be written to GGUF; {', '.join(WRITTEN)} can")
+        raise UserError(
+            f"{spec.family} models cannot be written to GGUF, only {', '.join(WRITTEN)} can; export a directory and "
+            "convert it with llama.cpp's convert_hf_to_gguf.py"
+        )
     if spec.window_layers:
         raise UserError(f"this model looks through a window of {spec.window} tokens, which its GGUF form cannot say")
     assert spec.rope is not None
