@@ -288,7 +288,7 @@ def metadata_of(spec: ModelSpec) -> dict[str, Any]:
     if name is None:
         raise UserError(
             f"{spec.family} models cannot be written to GGUF, only {', '.join(WRITTEN)} can; export a directory and "
-            "convert it with llama.cpp's convert_hf_to_gguf.py"
+            "convert it with llama.cpp's own script (convert_hf_to_gguf)"
         )
     if spec.window_layers:
         raise UserError(f"this model looks through a window of {spec.window} tokens, which its GGUF form cannot say")
