@@ -75,8 +75,8 @@ EARLY: dict[str, tuple[dict[str, Any], int, float]] = {
         4,
         0.02,
     ),
-    "zero-1": ({"data": 2, "zero": 1}, 2, 0.02),
-    "gpipe-zero-1": ({"schedule": "gpipe", "data": 2, "zero": 1}, 2, 0.02),
+    "zero-1": ({"data": 2, "zero": 1}, 2, 0.01),
+    "gpipe-zero-1": ({"schedule": "gpipe", "data": 2, "zero": 1}, 2, 0.01),
 }
 
 

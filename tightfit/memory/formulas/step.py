@@ -34,7 +34,7 @@ class Step:
     def __init__(self, rank: RankMemory, flying: InFlight) -> None:
         self.rank, self.shape, self.stage, self.states = rank, rank.shape, rank.stage, rank.states
         self.gradients = Gradients(rank, flying)
-        self.weights = WorkingWeights(rank, self.gradients.earlier_bytes)
+        self.weights = WorkingWeights(rank, flying.other_bytes + self.gradients.earlier_bytes)
         self.flying = flying
         others = {"other_micro_batches": flying.other_bytes, "earlier_gradients": self.gradients.earlier_bytes}
         self.throughout = {**others, "outside_layers": rank.stage.tables_bytes}

@@ -27,7 +27,8 @@ CODE_BYTES = 2
 class WorkingWeights:
     """Bytes of working weights and of FSDP2's buffers at the moments of a step; without ZeRO, only of copies."""
 
-    def __init__(self, rank: RankMemory, earlier_gradient_bytes: int) -> None:
+    def __init__(self, rank: RankMemory, other_bytes: int) -> None:
+        """`other_bytes`: of other micro-batches, what is kept of them in flight and their sums of gradients."""
         self.stage, self.states, self.fsdp2 = rank.stage, rank.states, rank.overheads.fsdp2
         self.zero, self.sums_whole = rank.layout.zero, rank.sums_whole
         rounds, has_codes = rank.workload.rounding is not None, not self.zero and rank.levers.matmul != "native"
@@ -41,8 +42,8 @@ class WorkingWeights:
         """Weights of the largest group that needs an all-gather buffer: experts on one rank alone need none."""
         self.stays_gathered = self.zero in (1, 2) and rank.micro_batches > 1
         """Under ZeRO-1 and 2 weights stay whole from one micro-batch to the next."""
-        # Where they do, only the first micro-batch gathers, and it has no sums of gradients beside it.
-        absent_bytes = earlier_gradient_bytes if self.stays_gathered else 0
+        # Where they do, only the first micro-batch gathers, and it has nothing of others beside it.
+        absent_bytes = other_bytes if self.stays_gathered else 0
         buffer_bytes = self.states.element_bytes * self.widest_buffered
         self.all_gather_bytes = max(0, buffer_bytes - absent_bytes) if self.zero else 0
         """FSDP2's all-gather buffer in forward."""
