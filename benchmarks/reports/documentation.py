@@ -244,29 +244,25 @@ def _newest_steps() -> dict[tuple[str, str], dict[str, str]]:
 def hf_step() -> str:
     """The same of hf_step.py alone: a column for each way to run the Hugging Face model."""
     columns = {"huggingface": "as it is", "huggingface+liger": "with Liger", "huggingface+tightfit": "with ours"}
-    return _steps_by_column(RESULTS / "hf_step.csv", columns)
+    return steps_by_column(RESULTS / "hf_step.csv", columns)
 
 
 def routed_step() -> str:
     """Steps of routed models."""
     grouped = "huggingface grouped_mm"
-    columns = {
-        grouped: "transformers, grouped products",
-        "huggingface + liger": "with Liger",
-        f"{grouped} + tightfit": "with ours",
-        "tightfit": "tightfit",
-    }
-    return _steps_by_column(RESULTS / "routed_step.csv", columns)
+    columns = {grouped: "transformers, grouped products", f"{grouped} + tightfit": "with ours", "tightfit": "tightfit"}
+    return steps_by_column(RESULTS / "routed_step.csv", columns)
 
 
-def _steps_by_column(path: Path, columns: dict[str, str]) -> str:
-    """The newest steps of each case, a column for each implementation."""
+def steps_by_column(path: Path, columns: dict[str, str]) -> str:
+    """Steps of each case's newest run, a column for each implementation; other runs may have had other conditions."""
     with path.open(encoding="utf-8", newline="") as file:
         newest = {(row["case"], row["implementation"]): row for row in csv.DictReader(file)}
     rows = []
     for case in dict.fromkeys(case for case, _ in newest):
-        found = [newest.get((case, name)) for name in columns]
-        first = next(row for row in found if row)
+        first = newest[case, next(iter(columns))]
+        measured = (newest.get((case, name)) for name in columns)
+        found = [row if row and row["commit"] == first["commit"] else None for row in measured]
         workload = f"{first['model']} shape, {first['batch']} × {first['sequence_length']} tokens"
         steps = [f"{row['step_ms_p50']} ms, {row['peak_gib']} GiB" if row else "–" for row in found]
         rows.append((workload, *steps, f"`{first['commit']}`"))

@@ -2,12 +2,14 @@
 
 import csv
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks.reports.documentation import ROOT, TRUTH, markdown_table, pages, refreshed
+from benchmarks.reports.documentation import ROOT, TRUTH, markdown_table, pages, refreshed, steps_by_column
 from benchmarks.reports.planning import EXAMPLES, example_rows
+from benchmarks.routed_step import ROUTED
 from benchmarks.rows import RESULTS
 from tests.covering import sampled
 
@@ -24,6 +26,26 @@ def test_the_readme_says_how_far_wide_experts_are_from_their_goal() -> None:
     ratio = ms["h200-mixtral", "huggingface grouped_mm"] / ms["h200-mixtral", "tightfit"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert ("train less than 1.5 times as fast as in transformers with grouped products" in readme) == (ratio < 1.5)
+
+
+def test_rows_of_other_runs_are_not_beside_the_newest(tmp_path: Path) -> None:
+    header = "commit,case,implementation,model,batch,sequence_length,step_ms_p50,peak_gib\n"
+    rows = "a,c,ours,m,2,64,9.0,1.0\na,c,theirs,m,2,64,8.0,1.0\nb,c,ours,m,2,64,7.0,1.0\n"
+    (tmp_path / "steps.csv").write_text(header + rows)
+    table = steps_by_column(tmp_path / "steps.csv", {"ours": "ours", "theirs": "theirs"})
+    assert table.splitlines()[-1] == "| m shape, 2 × 64 tokens | 7.0 ms, 1.0 GiB | – | `b` |"
+
+
+def test_the_page_says_of_how_many_layers_routed_steps_are() -> None:
+    layers = {
+        name: case.reshape.keywords["layers"] for name, case in ROUTED.items() if isinstance(case.reshape, partial)
+    }
+    alike = ("h200-qwen3", "h200-olmoe", "h200-deepseek-v2"), ("h200-gpt-oss", "h200-mixtral")
+    (first,), (second,) = ({layers.pop(name) for name in names} for names in alike)
+    assert not layers
+    page = " ".join((ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8").split())
+    said = "of Qwen3-MoE with 64 of its experts, of OLMoE and of DeepSeek-V2-Lite"
+    assert f"{first} {said}, {second} of gpt-oss-20b and of Mixtral" in page
 
 
 @sampled(3)
